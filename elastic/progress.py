@@ -1,0 +1,219 @@
+"""The block of shared memory between one worker and its agent: progress one way, a request word the other.
+
+One memory-mapped file per local rank and round, made by the agent before the worker starts and named to it in
+`ELASTICD_PROGRESS`. It is heartbeat and metrics source at once; nothing else flows between the two while training runs.
+
+Layout, in native byte order:
+
+    0     magic, schema digest         written once by `create`
+    64    request line                 written by the agent alone: drain flag, number of saves asked for
+    128   slot 0                       sequence, fields, crc32 of both
+    ...   slot 1                       the same
+
+A writer fills the older slot, so that one killed in the middle of a write (SIGKILL comes at any instruction) leaves the
+other slot whole, and a reader takes the valid slot with the higher sequence. No lock crosses the process boundary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import mmap
+import os
+import struct
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT_KEY = "ELASTICD_PROGRESS"
+
+
+class Phase(enum.IntEnum):
+    """What a worker is doing; phases are disjoint."""
+
+    STARTING = 0
+    RESTORE = 1
+    DATA = 2
+    FORWARD_BACKWARD = 3
+    COMM_EXPOSED = 4
+    OPTIMIZER = 5
+    CHECKPOINT = 6
+    EVALUATION = 7
+    COMPILE = 8
+    DRAINING = 9
+
+
+class Outcome(enum.IntEnum):
+    """How a worker's training loop ended; the agent tells finished from drained by this, not by the exit code."""
+
+    NONE = 0
+    FINISHED = 1
+    DRAINED = 2
+    FATAL = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a worker says of itself. Times are CLOCK_MONOTONIC seconds unless named `unix`; -1 means not known yet."""
+
+    pid: int = 0
+    round: int = 0
+    rank: int = -1
+    local_rank: int = -1
+    world_size: int = 0
+    heartbeat: float = 0.0  # last report of any kind
+    phase: int = Phase.STARTING
+    phase_since: float = 0.0
+    in_loop: int = 0  # 1 from the moment the training loop is entered: a drain request will be seen
+    outcome: int = Outcome.NONE
+    step: int = -1  # last optimizer step that was applied
+    base_step: int = -1  # the step this round started from
+    epoch: int = 0
+    micro_step: int = 0  # within the current step
+    samples_total: int = 0
+    tokens_total: int = 0
+    skipped_steps_total: int = 0
+    loss: float = float("nan")
+    learning_rate: float = float("nan")
+    grad_norm: float = float("nan")
+    disk_step: int = -1  # newest step committed to disk, as far as this rank knows
+    memory_step: int = -1
+    commit_unix_time: float = 0.0
+    checkpoint_failures_total: int = 0
+    checkpoint_bytes_total: int = 0
+    checkpoint_stall_seconds_total: float = 0.0
+    checkpoint_write_seconds_total: float = 0.0
+    started_at: float = 0.0  # the user's program began
+    restore_began_at: float = 0.0
+    restore_ended_at: float = 0.0
+    first_step_at: float = 0.0  # first new step of the round was applied
+    comm_bytes_total: int = 0
+    comm_seconds_total: float = 0.0
+    comm_exposed_seconds_total: float = 0.0
+    grad_syncs_total: int = 0
+    grad_syncs_skipped_total: int = 0
+    step_seconds: float = 0.0  # duration of the last step
+
+
+_FIELDS = tuple(f.name for f in dataclasses.fields(Progress))
+_INDEX = {name: i for i, name in enumerate(_FIELDS)}
+_IS_INT = tuple(f.type in ("int", int) for f in dataclasses.fields(Progress))
+_BODY = struct.Struct("=Q" + "".join("q" if is_int else "d" for is_int in _IS_INT))
+_CRC = struct.Struct("=I")
+_MAGIC = struct.Struct("=8sI")
+_SCHEMA = zlib.crc32(",".join(f"{name}:{'q' if i else 'd'}" for name, i in zip(_FIELDS, _IS_INT, strict=True)).encode())
+_HEADER = (b"elasticd", _SCHEMA)
+_REQUEST_OFFSET = 64
+_SLOT_OFFSET = 128
+_SLOT_BYTES = (_BODY.size + _CRC.size + 63) // 64 * 64
+BLOCK_BYTES = _SLOT_OFFSET + 2 * _SLOT_BYTES
+
+
+def create(path: Path) -> None:
+    """Make an empty block at `path`, readable by its owner alone. Called by the agent before the worker starts."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, BLOCK_BYTES)
+        os.pwrite(descriptor, _MAGIC.pack(*_HEADER), 0)
+    finally:
+        os.close(descriptor)
+
+
+def _map(path: Path) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(descriptor).st_size != BLOCK_BYTES:
+            raise ValueError(f"progress block {path} has the wrong size: made by another version of elasticd")
+        block = mmap.mmap(descriptor, BLOCK_BYTES)
+    finally:
+        os.close(descriptor)
+    if _MAGIC.unpack_from(block, 0) != _HEADER:
+        block.close()
+        raise ValueError(f"progress block {path} has another schema: made by another version of elasticd")
+    return block
+
+
+def _read_slot(block: mmap.mmap, slot: int) -> tuple[int, tuple[Any, ...]] | None:
+    """Sequence and field values of one slot, or None when it was never written or is torn."""
+    start = _SLOT_OFFSET + slot * _SLOT_BYTES
+    raw = block[start : start + _BODY.size + _CRC.size]
+    (crc,) = _CRC.unpack_from(raw, _BODY.size)
+    if crc != zlib.crc32(raw[: _BODY.size]):
+        return None
+    sequence, *values = _BODY.unpack_from(raw)
+    return (sequence, tuple(values)) if sequence else None
+
+
+class ProgressReader:
+    """The agent's side: reads progress, writes requests."""
+
+    def __init__(self, path: Path) -> None:
+        self._block = _map(path)
+        self._requests = memoryview(self._block)[_REQUEST_OFFSET : _REQUEST_OFFSET + 64].cast("Q")
+
+    def read(self) -> Progress | None:
+        """The newest whole report; None before the first one, or when both slots are damaged."""
+        slots = [s for s in (_read_slot(self._block, 0), _read_slot(self._block, 1)) if s is not None]
+        if not slots:
+            return None
+        return Progress(**dict(zip(_FIELDS, max(slots)[1], strict=True)))
+
+    def request_drain(self) -> None:
+        """Ask the worker to save and leave after the next step that all ranks agree on."""
+        self._requests[0] = 1
+
+    def request_save(self) -> None:
+        """Ask the worker to commit a checkpoint at the next step and go on."""
+        self._requests[1] += 1
+
+    def close(self) -> None:
+        self._requests.release()
+        self._block.close()
+
+
+class ProgressWriter:
+    """The worker's side. Its threads share one lock; the newest value of every field is kept and written whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._block = _map(path)
+        self._requests = memoryview(self._block)[_REQUEST_OFFSET : _REQUEST_OFFSET + 64].cast("Q")
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self._values: list[Any] = [f.default for f in dataclasses.fields(Progress)]
+
+    def update(self, **fields: float) -> None:
+        """Set some fields and the heartbeat, and publish. Costs about 5 microseconds; any thread may call it."""
+        with self._lock:
+            for name, value in fields.items():
+                self._values[_INDEX[name]] = value
+            self._values[_INDEX["heartbeat"]] = time.monotonic()
+            self._publish()
+
+    def add(self, **amounts: float) -> None:
+        """Increase some fields by the given amounts and publish."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._values[_INDEX[name]] += amount
+            self._publish()
+
+    def _publish(self) -> None:
+        self._sequence += 1
+        body = _BODY.pack(self._sequence, *self._values)
+        start = _SLOT_OFFSET + (self._sequence % 2) * _SLOT_BYTES
+        self._block[start : start + len(body) + _CRC.size] = body + _CRC.pack(zlib.crc32(body))
+
+    @property
+    def drain_requested(self) -> bool:
+        return bool(self._requests[0])
+
+    @property
+    def saves_requested(self) -> int:
+        """How many saves the agent has asked for since the block was made."""
+        return int(self._requests[1])
+
+    def close(self) -> None:
+        with self._lock:
+            self._requests.release()
+            self._block.close()
