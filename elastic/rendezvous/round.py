@@ -1,0 +1,219 @@
+"""What a round is and which one comes next: functions of data, without clocks, stores or processes.
+
+A round is one formation of the job: its members, their ranks, its store. Its number is the fencing token, so it only
+grows; its phase only moves right. Invariants, which the tests check after every transition:
+
+- a number belongs to one round, and a later round has a higher number;
+- a node that stays keeps its node rank as long as that rank exists in the new round;
+- the next round is decided only when every member of the last one has stopped its workers or is gone;
+- at most `limits.max_nodes` are members; who is over that waits as a spare.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+
+class Phase(str, enum.Enum):
+    """Where a round is in its life; only moves down this list."""
+
+    RUNNING = "running"
+    DRAINING = "draining"
+    BROKEN = "broken"
+    CLOSED = "closed"
+
+
+_ORDER = {phase: position for position, phase in enumerate(Phase)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How many nodes a round may have."""
+
+    min_nodes: int
+    max_nodes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """What a node says of itself; lives as long as the node's lease."""
+
+    node_id: str
+    addr: str
+    slots: int  # local workers
+    join: int = 1  # counts how often this node has joined
+    after: int = 0  # the last round whose workers it has stopped
+    store_port: int = 0  # a TCPStore server it holds open for the next round
+    ready: bool = True  # its standbys are warm
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A node's seat in a round; the position in `Round.members` is its node rank."""
+
+    node_id: str
+    join: int
+    slots: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One formation of the job, the same on every node."""
+
+    number: int
+    incarnation: str
+    phase: Phase
+    cause: str
+    members: tuple[Member, ...]
+    store_host: str = ""  # node id of the store's host
+    base_step: int = -1
+    outcome: str = ""
+
+    @property
+    def world_size(self) -> int:
+        return sum(member.slots for member in self.members)
+
+    def node_rank(self, node_id: str) -> int | None:
+        """Position of the node in this round, None when it is no member."""
+        return next((i for i, member in enumerate(self.members) if member.node_id == node_id), None)
+
+    def ranks(self, node_id: str) -> range:
+        """Global ranks of the node's workers; empty when it is no member."""
+        first = 0
+        for member in self.members:
+            if member.node_id == node_id:
+                return range(first, first + member.slots)
+            first += member.slots
+        return range(0)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Round:
+        """Raises: ValueError when `text` is not a round."""
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            members = tuple(Member(**member) for member in fields.pop("members"))
+            return cls(phase=Phase(fields.pop("phase")), members=members, **fields)
+        except (TypeError, KeyError, AttributeError) as exc:
+            raise ValueError(f"not a round record: {text[:200]!r}") from exc
+
+
+def advance(current: Round, phase: Phase, cause: str, outcome: str = "") -> Round:
+    """The round moved to `phase`, or itself when it is there or further already: the first cause stands."""
+    if _ORDER[phase] <= _ORDER[current.phase]:
+        return current
+    return dataclasses.replace(current, phase=phase, cause=cause, outcome=outcome)
+
+
+def all_stopped(current: Round, nodes: Mapping[str, Node]) -> bool:
+    """Whether every member has stopped the round's workers, or is gone and so are they."""
+    return all(
+        member.node_id not in nodes
+        or nodes[member.node_id].after >= current.number
+        or nodes[member.node_id].join != member.join
+        for member in current.members
+    )
+
+
+def seat(previous: Sequence[Member], candidates: Collection[Node], max_nodes: int) -> tuple[Member, ...]:
+    """Members of the next round in rank order.
+
+    Who was a member goes first, in the old order, and keeps its rank where that still exists; the others fill the
+    holes, by join counter and name, which is the same order on every node.
+    """
+    by_id = {node.node_id: node for node in candidates}
+    veterans = [by_id[member.node_id] for member in previous if member.node_id in by_id]
+    known = {node.node_id for node in veterans}
+    newcomers = sorted((n for n in candidates if n.node_id not in known), key=lambda n: (n.join, n.node_id))
+    chosen = (veterans + newcomers)[:max_nodes]
+    seats: list[Node | None] = [None] * len(chosen)
+    old_rank = {member.node_id: rank for rank, member in enumerate(previous)}
+    homeless = []
+    for node in chosen:
+        rank = old_rank.get(node.node_id, len(seats))
+        if rank < len(seats):
+            seats[rank] = node
+        else:
+            homeless.append(node)
+    holes = iter(homeless)
+    filled = [node if node is not None else next(holes) for node in seats]
+    return tuple(Member(node_id=n.node_id, join=n.join, slots=n.slots) for n in filled)
+
+
+def next_round(
+    current: Round | None,
+    nodes: Mapping[str, Node],
+    limits: Limits,
+    *,
+    incarnation: str,
+    first_number: int,
+    cause: str,
+) -> Round | None:
+    """The round that follows `current`, or None while it cannot be decided yet.
+
+    `first_number` is 1 + the highest round known to store and checkpoints: the number of an incarnation's first round.
+    None means: members of `current` still run workers, fewer than MIN nodes are there, or the incarnation is closed.
+    """
+    if current is not None and not all_stopped(current, nodes):
+        return None
+    if current is not None and current.phase is Phase.CLOSED and current.incarnation == incarnation:
+        return None
+    candidates = [
+        node for node in nodes.values() if current is None or node.after >= current.number or _is_new(node, current)
+    ]
+    if len(candidates) < limits.min_nodes:
+        return None
+    members = seat(current.members if current else (), candidates, limits.max_nodes)
+    number = max(first_number, current.number + 1 if current else 0)
+    return Round(
+        number=number,
+        incarnation=incarnation,
+        phase=Phase.RUNNING,
+        cause=cause,
+        members=members,
+        store_host=members[0].node_id,
+    )
+
+
+def _is_new(node: Node, current: Round) -> bool:
+    return all(member.node_id != node.node_id or member.join != node.join for member in current.members)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Failures the job may have: at most `limit` charges within a rolling window. Times are seconds of one clock."""
+
+    limit: int
+    window_seconds: float
+    charges: tuple[float, ...] = ()
+
+    def used(self, now: float) -> int:
+        return sum(1 for time in self.charges if now - time < self.window_seconds)
+
+    def charge(self, now: float) -> Budget:
+        """One more failure at `now`; charges that left the window are forgotten."""
+        kept = tuple(time for time in self.charges if now - time < self.window_seconds)
+        return dataclasses.replace(self, charges=(*kept, now))
+
+    def is_spent(self, now: float) -> bool:
+        """Whether the failures charged so far are more than may be answered by a restart."""
+        return self.used(now) > self.limit
+
+
+def backoff_seconds(
+    failures_without_progress: int, jitter: float, *, first: float = 0.5, longest: float = 30.0
+) -> float:
+    """Pause before the next round: none after a round that made progress, then doubling, with full half jitter.
+
+    `jitter` is a draw from [0, 1), so that nodes and jobs that failed together do not come back together.
+    """
+    if failures_without_progress <= 0:
+        return 0.0
+    bound = min(longest, first * 2.0 ** min(failures_without_progress - 1, 16))
+    return float(bound * (0.5 + 0.5 * jitter))
