@@ -1,0 +1,228 @@
+"""This node's side of a round: its store server, workers, logs and what has been done to them so far."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import signal
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from torch._C._distributed_c10d import TCPStore  # what torch.distributed exports, with its types
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+
+from elastic.agent import failure as failures
+from elastic.agent.decide import WorkerView
+from elastic.agent.environment import job_command, worker_environ
+from elastic.agent.logs import Console
+from elastic.agent.mailbox import Mailbox
+from elastic.agent.warden import kill_everything
+from elastic.agent.workers import Worker, WorkerPlan, Workers
+from elastic.config import JobConfig
+from elastic.errors import UsageError
+from elastic.progress import Outcome
+from elastic.rendezvous.round import Round
+from elastic.status import FailureStatus
+
+logger = logging.getLogger(__name__)
+
+_SETTLE_SECONDS = 1.0  # for the real cause to show after a communication error
+_SETTLED_SECONDS = 30.0  # a script without a session that ran this long has got somewhere
+_SWEEP_SECONDS = 2.0
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class RoundActs:
+    """What has been done to the workers of the current round; CLOCK_MONOTONIC deadlines, None = not begun."""
+
+    announced: bool = False
+    killed: bool = False
+    frozen: bool = False
+    settling_until: float | None = None
+    drain_until: float | None = None
+    terminate_until: float | None = None
+
+
+class Crew:
+    """The workers of one round after another, and the steps they have reached."""
+
+    def __init__(self, *, config: JobConfig, logs_specs: LogsSpecs, mailbox: Mailbox, folder: Path, nonce: str) -> None:
+        self._config = config
+        self._logs_specs = logs_specs
+        self._folder = folder
+        self._nonce = nonce
+        self._command = job_command(config)
+        self._console = Console(config)
+        self._store: TCPStore | None = None
+        self._oom_kills = 0
+        self.workers = Workers(mailbox)
+        self.master = ("", 0)
+        self.round = 0
+        self.done = RoundActs()
+        self.applied_step = -1  # of the newest round that reported one
+        self.disk_step = -1  # newest ever committed
+        self.memory_step = -1
+        self._record_step = -1  # the highest step applied by the rounds before this one
+
+    def read_progress(self) -> None:
+        """Take the newest reports into the steps kept here."""
+        reports = [worker.progress for worker in self.workers.all]
+        if reports:
+            self.applied_step = max([report.step for report in reports])
+            self.disk_step = max([self.disk_step, *(report.disk_step for report in reports)])
+            self.memory_step = max([self.memory_step, *(report.memory_step for report in reports)])
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether this round has applied a step that none before it had; without a session, whether it ran for long."""
+        reports = [worker.progress for worker in self.workers.all]
+        if any(report.pid for report in reports):
+            return max(report.step for report in reports) > self._record_step
+        return bool(self.workers.all) and time.monotonic() - self.workers.all[0].started_at > _SETTLED_SECONDS
+
+    @property
+    def failed(self) -> list[Worker]:
+        return [worker for worker in self.workers.all if worker_view(worker).has_failed]
+
+    def views(self) -> tuple[WorkerView, ...]:
+        return tuple(worker_view(worker) for worker in self.workers.all)
+
+    # Acts.
+
+    def open_store(self) -> int:
+        """A fresh server for the round to come; an old one would hand the last round's keys to the new workers.
+
+        Returns its port. Raises: UsageError when --master-addr or --master-port cannot be had.
+        """
+        self._store = None
+        host, port = self._config.master_addr or "", self._config.master_port or 0
+        listener = _listen(host, port)
+        self.master = listener.getsockname()[:2]
+        self._store = TCPStore(
+            self.master[0],
+            self.master[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=30),
+            master_listen_fd=listener.detach(),
+        )
+        return self.master[1]
+
+    def start(self, formed: Round) -> None:
+        """Start this node's workers of the round. Raises: OSError when a process cannot be started."""
+        self.round = formed.number
+        self.done = RoundActs()
+        self._record_step = max(self._record_step, self.applied_step)
+        environs = {
+            local_rank: worker_environ(
+                self._config, formed, local_rank=local_rank, master=self.master, nonce=self._nonce
+            )
+            for local_rank in range(self._config.nproc_per_node)
+        }
+        destination = self._logs_specs.reify(environs)
+        plans = [
+            WorkerPlan(
+                local_rank=local_rank,
+                rank=int(environ["RANK"]),
+                environ=environ,
+                stdout=destination.stdouts[local_rank],
+                stderr=destination.stderrs[local_rank],
+                error_file=destination.error_files[local_rank],
+            )
+            for local_rank, environ in environs.items()
+        ]
+        self._oom_kills = failures.oom_kills()
+        self._console.start(destination, environs)
+        self.workers.start(plans, self._command, self._folder, self._launchers())
+
+    def _launchers(self) -> list[tuple[str, ...]]:
+        """Command prefixes that bind each worker to its NUMA node; empty without --numa-binding."""
+        if self._config.numa_binding is None:
+            return [()] * self._config.nproc_per_node
+        from torch.numa import binding
+
+        options = binding.NumaOptions(affinity_mode=binding.AffinityMode(self._config.numa_binding))
+        return [
+            tuple(binding._maybe_wrap_command_args_with_numa_binding((), gpu_index=rank, numa_options=options))
+            for rank in range(self._config.nproc_per_node)
+        ]
+
+    def settle(self, now: float) -> None:
+        self.done.settling_until = now + _SETTLE_SECONDS
+
+    def drain(self, now: float) -> None:
+        """Ask every worker, through its block, to save and leave after the next step all agree on."""
+        self.done.drain_until = now + self._config.drain_grace_seconds
+        for worker in self.workers.alive:
+            worker.request_drain()
+
+    def terminate(self, now: float) -> None:
+        """SIGTERM, for workers that are not in a training loop of ours."""
+        self.done.terminate_until = now + self._config.shutdown_timeout_seconds
+        for worker in self.workers.alive:
+            worker.stopped_by_us = True
+        self.workers.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.done.killed = True
+        self.workers.kill()
+
+    def clear(self) -> None:
+        """All workers are gone: kill what they started in sessions of their own, close logs and the round's store."""
+        self.read_progress()
+        if not kill_everything(self._nonce, [], deadline=time.monotonic() + _SWEEP_SECONDS):
+            logger.warning("round %d: a process of the job cannot be killed (uninterruptible sleep?)", self.round)
+        self._console.stop()
+        self.workers.close()
+        self.workers.all = []
+        self._store = None
+
+    def close(self) -> None:
+        """End everything; idempotent."""
+        self.workers.kill()
+        for worker in self.workers.alive:
+            worker.process.wait(30)
+        self.workers.close()
+        self._store = None
+        self._console.close()
+
+    def first_failure(self) -> FailureStatus | None:
+        worker = failures.first_failure(self.failed)
+        return None if worker is None else failures.describe(worker, self._config.node_id, self._oom_kills)
+
+
+def worker_view(worker: Worker) -> WorkerView:
+    report = worker.progress
+    return WorkerView(
+        local_rank=worker.plan.local_rank,
+        exit_code=worker.exit_code,
+        outcome=Outcome(report.outcome),
+        in_loop=bool(report.in_loop),
+        consequence=failures.is_consequence(worker),
+        stopped_by_us=worker.stopped_by_us,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket for the store, on loopback unless an address was asked for; ::1 where there is no IPv4."""
+    failures_seen = []
+    for candidate in [host] if host else ["127.0.0.1", "::1"]:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(candidate, port, type=socket.SOCK_STREAM)[0]
+            listener = socket.socket(family, kind, protocol)
+            try:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+                listener.listen(1024)
+            except OSError:
+                listener.close()
+                raise
+        except OSError as exc:
+            failures_seen.append(f"{candidate}:{port}: {exc.strerror or exc}")
+        else:
+            return listener
+    raise UsageError(
+        f"cannot listen for the workers' store at {'; '.join(failures_seen)}: see --master-addr, --master-port"
+    )

@@ -1,0 +1,108 @@
+"""Which worker failed first, and what is known of it: exit code or signal, traceback, last log lines."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic.agent.workers import Worker
+from elastic.status import FailureStatus
+
+_LOG_LINES = 20
+_LOG_BYTES = 8192
+
+# What a rank says when a peer has gone: the peer's own failure is the cause, this is its consequence.
+_COMMUNICATION_ERROR = re.compile(
+    r"DistBackendError|DistNetworkError|DistStoreError|ncclRemoteError|ncclSystemError|NCCL error|NCCL communicator was"
+    r"|gloo[/\\].*|Connection (closed|reset) by (remote )?peer|connectFullMesh|Broken pipe|recvBytes|Socket Timeout"
+    r"|Timed out waiting \d+ms for (send|recv) operation",
+    re.IGNORECASE,
+)
+
+
+def oom_kills() -> int:
+    """How many processes the kernel's OOM killer has killed since boot, in all cgroups; 0 where that is not told."""
+    try:
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    except (OSError, ValueError):
+        return 0
+    return 0
+
+
+def read_error_file(path: str) -> tuple[str, str]:
+    """Exception line and traceback from torch's error file; empty where there is none or it is damaged."""
+    try:
+        raw: Any = json.loads(Path(path).read_text(errors="replace"))
+        message = raw["message"]
+        if isinstance(message, str):
+            return message, ""
+        return str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", ""))
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", ""
+
+
+def is_consequence(worker: Worker) -> bool:
+    """Whether the worker only reports that a peer went away. A signal is never a consequence."""
+    if worker.exit_code is None or worker.exit_code < 0:
+        return False
+    return bool(_COMMUNICATION_ERROR.search(read_error_file(worker.plan.error_file)[0]))
+
+
+def first_failure(failed: Sequence[Worker]) -> Worker | None:
+    """The earliest failure that is not a consequence; the earliest of all when each is."""
+    in_order = sorted(failed, key=lambda worker: (is_consequence(worker), worker.exited_at))
+    return in_order[0] if in_order else None
+
+
+def last_lines(*paths: str) -> str:
+    """The last lines of the first of these log files that has any."""
+    for path in paths:
+        try:
+            with Path(path).open("rb") as file:
+                size = file.seek(0, 2)
+                file.seek(max(0, size - _LOG_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
+        except OSError:
+            continue
+        if lines:
+            return "\n".join(lines)
+    return ""
+
+
+def describe(worker: Worker, node_id: str, oom_kills_before: int) -> FailureStatus:
+    """The failure as every view of the job shows it."""
+    code = worker.exit_code or 0
+    message, callstack = read_error_file(worker.plan.error_file)
+    name = None
+    reason = "exited"
+    if code < 0:
+        name = _signal_name(-code)
+        reason = "killed"
+        message = message or f"killed by {name}"
+        if -code == signal.SIGKILL and oom_kills() > oom_kills_before:
+            reason = "out of memory"
+            message = "killed by the kernel's OOM killer: give the host more memory or the worker less to do"
+    elif not message:
+        message = f"exited with {code}"
+    return FailureStatus(
+        rank=worker.plan.rank,
+        node_id=node_id,
+        reason=reason,
+        exit_code=code if code >= 0 else None,
+        signal=name,
+        message=f"{message}\n{callstack}".rstrip(),
+        log=last_lines(worker.plan.stderr, worker.plan.stdout),
+    )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

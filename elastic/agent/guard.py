@@ -1,0 +1,54 @@
+"""Keeps a warden beside the agent for as long as the agent runs."""
+
+from __future__ import annotations
+
+import logging
+
+from elastic.agent.mailbox import Mailbox
+from elastic.agent.warden import Warden, boottime
+
+logger = logging.getLogger(__name__)
+
+KEY = "warden"
+
+
+class Guard:
+    """Starts the warden, feeds it, and starts another when somebody kills it: workers must not be without one."""
+
+    def __init__(self, mailbox: Mailbox, nonce: str, keep_open: tuple[int, ...]) -> None:
+        """`keep_open`: descriptors the warden holds, so that locks outlive the agent as long as its workers do."""
+        self._mailbox = mailbox
+        self._nonce = nonce
+        self._keep_open = keep_open
+        self._groups: list[int] = []
+        self._warden: Warden | None = None
+
+    def start(self) -> None:
+        self._warden = Warden(self._nonce, keep_open=self._keep_open)
+        self._warden.groups(self._groups)
+        self._mailbox.watch(self._warden.pidfd, KEY)
+
+    def replace(self) -> None:
+        """The warden has ended, though nobody told it to."""
+        if self._warden is not None:
+            logger.warning("the warden (pid %d) is gone: starting another", self._warden.pid)
+        self.close()
+        self.start()
+
+    def cover(self, groups: list[int]) -> None:
+        """These process groups are the live workers now."""
+        self._groups = groups
+        if self._warden is not None:
+            self._warden.groups(groups)
+
+    def allow_for(self, seconds: float) -> None:
+        """The workers may live for so long without another word."""
+        if self._warden is not None:
+            self._warden.allow_until(boottime() + seconds)
+
+    def close(self) -> None:
+        """Everything is stopped."""
+        if self._warden is not None:
+            self._mailbox.unwatch(self._warden.pidfd)
+            self._warden.close()
+            self._warden = None

@@ -1,0 +1,99 @@
+"""This agent among the agents of the host: its runtime folder, and the lock that keeps a job from running twice."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import time
+from pathlib import Path
+
+from elastic.agent.workers import remove_tree
+from elastic.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+_LOCK_WAIT_SECONDS = 15.0
+
+
+class Instance:
+    """Folder `agent-<pid>` below the runtime directory, held by a lock, so that a dead agent's folder is recognised."""
+
+    def __init__(self, runtime: Path) -> None:
+        self._runtime = runtime
+        _sweep(runtime)
+        self.folder = runtime / f"agent-{os.getpid()}"
+        remove_tree(self.folder)
+        self.folder.mkdir(mode=0o700)
+        self._lock = _open_lock(self.folder / "lock")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._job_lock: int | None = None
+
+    def lock_job(self, checkpoint_dir: str) -> int:
+        """Hold the checkpoint directory for this job alone; the descriptor is for the warden to inherit.
+
+        An agent that was just killed may still have a warden at work on its workers, so wait for a while.
+
+        Raises: UsageError when another live agent has the directory.
+        """
+        name = hashlib.sha256(os.path.realpath(checkpoint_dir).encode()).hexdigest()[:16]
+        self._job_lock = descriptor = _open_lock(self._runtime / f"job-{name}.lock")
+        deadline = time.monotonic() + _LOCK_WAIT_SECONDS
+        while not _try_lock(descriptor):
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            if _is_running(holder) or time.monotonic() >= deadline:
+                os.close(descriptor)
+                self._job_lock = None
+                raise UsageError(
+                    f"--checkpoint-dir {checkpoint_dir} is in use by the agent with pid {holder}: "
+                    "drain that one first (`elasticd drain`), or give this job a directory of its own"
+                )
+            time.sleep(0.05)  # the holder is dead and its warden is cleaning up
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        return descriptor
+
+    def close(self) -> None:
+        remove_tree(self.folder)
+        os.close(self._lock)
+        if self._job_lock is not None:
+            os.ftruncate(self._job_lock, 0)
+            os.close(self._job_lock)
+            self._job_lock = None
+
+
+def _is_running(pid: str) -> bool:
+    """Whether a live elasticd agent has this pid; one that is stopped (SIGSTOP) counts as alive."""
+    try:
+        return pid.isdigit() and b"elasti" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _open_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sweep(runtime: Path) -> None:
+    """Remove what agents left that were killed."""
+    for folder in runtime.glob("agent-*"):
+        try:
+            descriptor = _open_lock(folder / "lock")
+        except OSError:
+            continue
+        try:
+            if _try_lock(descriptor):
+                remove_tree(folder)
+                (runtime / f"{folder.name.removeprefix('agent-')}.sock").unlink(missing_ok=True)
+                logger.info("removed what a killed agent had left: %s", folder.name)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,112 @@
+"""Puts an agent together from a job's settings, runs it, and takes it apart again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+from checkpoints.catalog import highest_round
+from elastic.agent.agent import SIGNALS, Agent
+from elastic.agent.crew import Crew
+from elastic.agent.environment import job_command
+from elastic.agent.guard import Guard
+from elastic.agent.instance import Instance
+from elastic.agent.logs import make_logs_specs
+from elastic.agent.mailbox import Mailbox
+from elastic.agent.systemd import Notifier
+from elastic.config import JobConfig
+from elastic.errors import ExitCode
+from elastic.metrics.server import StatusServer
+from elastic.rendezvous.handler import MembershipHandler
+from elastic.rendezvous.round import Budget, Node
+from elastic.rendezvous.standalone import Standalone
+from elastic.runtime import runtime_dir, socket_path
+
+logger = logging.getLogger(__name__)
+
+FENCE_SHARE = 0.8  # of the lease ttl: until then a node's workers may live without news from their agent
+
+
+def run_job(config: JobConfig) -> int:
+    """Run the job on this node until it ends. Returns the exit code. Raises: UsageError."""
+    mailbox = Mailbox()
+    mailbox.take_signals(SIGNALS)
+    with contextlib.closing(mailbox), _instance() as instance:
+        keep_open = () if config.checkpoint_dir is None else (instance.lock_job(config.checkpoint_dir),)
+        incarnation, nonce = secrets.token_hex(4), secrets.token_hex(16)
+        first_number = 1 + (highest_round(config.checkpoint_dir) if config.checkpoint_dir else 0)
+        membership = Standalone(
+            node=Node(node_id=config.node_id, addr="127.0.0.1", slots=config.nproc_per_node),
+            incarnation=incarnation,
+            first_number=first_number,
+            budget=Budget(limit=config.max_restarts, window_seconds=config.restart_window_seconds),
+            fence_seconds=FENCE_SHARE * config.lease_ttl_seconds,
+            clock=time.monotonic,
+        )
+        agent = Agent(
+            config=config,
+            spec=_worker_spec(config, MembershipHandler(membership, run_id=config.run_id, backend=config.rdzv_backend)),
+            crew=Crew(
+                config=config,
+                logs_specs=make_logs_specs(config, instance.folder / "logs"),
+                mailbox=mailbox,
+                folder=instance.folder,
+                nonce=nonce,
+            ),
+            membership=membership,
+            mailbox=mailbox,
+            guard=Guard(mailbox, nonce, keep_open),
+            notifier=Notifier(os.environ),
+            incarnation=incarnation,
+        )
+        socket_file = socket_path(instance.folder.parent, os.getpid())
+        server = StatusServer(config.http_host, config.http_port, socket_file, agent.status, agent.is_healthy)
+        logger.info(
+            "job %s on %s: status at http://%s:%d/status", config.run_id, config.node_id, config.http_host, server.port
+        )
+        with contextlib.closing(server):
+            agent.run()
+        return _report(agent)
+
+
+@contextlib.contextmanager
+def _instance() -> Iterator[Instance]:
+    instance = Instance(runtime_dir(os.environ))
+    try:
+        yield instance
+    finally:
+        instance.close()
+
+
+def _worker_spec(config: JobConfig, handler: MembershipHandler) -> WorkerSpec:
+    command = job_command(config)
+    return WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=command.target,
+        args=command.args,
+        rdzv_handler=handler,
+        max_restarts=config.max_restarts,
+        local_addr=config.local_addr,
+        virtual_local_rank=config.virtual_local_rank,
+    )
+
+
+def _report(agent: Agent) -> int:
+    """The last line of the log says how the job ended."""
+    code, failure = agent.exit_code, agent.last_failure
+    if code in (ExitCode.SUCCEEDED, ExitCode.DRAINED):
+        logger.info("the job has %s", "succeeded" if code is ExitCode.SUCCEEDED else "drained: run it again to go on")
+    elif code is ExitCode.STEPS_LOST:
+        logger.error("stopped, but steps after the newest committed one are lost")
+    elif failure is not None:
+        logger.error(
+            "the job has failed: rank %s %s: %s", failure.rank, failure.reason, failure.message.splitlines()[0]
+        )
+    return int(code)

@@ -1,0 +1,108 @@
+"""Where the workers' output goes: torch's LogsSpecs and tails, one folder per round, never deleted by a restart."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from string import Template
+from typing import TextIO
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+from torch.distributed.run import _get_logs_specs_class
+
+from elastic.config import JobConfig
+from elastic.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+
+def make_logs_specs(config: JobConfig, fallback: Path) -> LogsSpecs:
+    """torch's LogsSpecs for the job. Without --log-dir only error files are written, below `fallback`.
+
+    With --log-dir and neither --redirects nor --tee, both streams are teed: the console shows them and a file per rank
+    and round keeps them. Raises: UsageError when the folder cannot be made.
+    """
+    redirects, tee = Std.from_str(config.redirects), Std.from_str(config.tee)
+    if config.log_dir and redirects == Std.NONE and tee == Std.NONE:
+        tee = Std.ALL
+    ranks = {int(rank) for rank in config.local_ranks_filter.split(",")} if config.local_ranks_filter else None
+    try:
+        return _get_logs_specs_class(config.logs_specs)(
+            log_dir=config.log_dir or str(fallback), redirects=redirects, tee=tee, local_ranks_filter=ranks
+        )
+    except (OSError, ValueError) as exc:
+        raise UsageError(f"--log-dir {config.log_dir}: {exc}") from exc
+
+
+class Console:
+    """Copies the log files of one round to the agent's own streams, and matching lines to the filtered files."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self._config = config
+        self._template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+        self._tails: list[TailLog] = []
+        self._files: list[TextIO] = []
+        self._stopping: list[threading.Thread] = []
+
+    def start(self, destination: LogsDest, environs: Mapping[int, Mapping[str, str]]) -> None:
+        """Begin with a round's files; the last round's are stopped first."""
+        self.stop()
+        prefixes = self._prefixes(environs)
+        role = self._config.role
+        self._tails = [
+            TailLog(role, destination.tee_stdouts, sys.stdout, prefixes),
+            TailLog(role, destination.tee_stderrs, sys.stderr, prefixes),
+        ]
+        self._filter(
+            destination.tee_stdouts, destination.filtered_stdout, self._config.duplicate_stdout_filters, prefixes
+        )
+        self._filter(
+            destination.tee_stderrs, destination.filtered_stderr, self._config.duplicate_stderr_filters, prefixes
+        )
+        for tail in self._tails:
+            tail.start()
+
+    def _filter(
+        self, sources: dict[int, str], target: str, needles: tuple[str, ...], prefixes: dict[int, str] | None
+    ) -> None:
+        if needles:
+            file = Path(target).open("w", errors="replace", buffering=1)  # noqa: SIM115 - closed by `stop`
+            self._files.append(file)
+            matches = lambda line: any(needle in line for needle in needles)  # noqa: E731
+            self._tails.append(TailLog(self._config.role, sources, file, prefixes, log_line_filter=matches))
+
+    def _prefixes(self, environs: Mapping[int, Mapping[str, str]]) -> dict[int, str] | None:
+        if not self._template:
+            return None
+        return {
+            local_rank: Template(self._template).safe_substitute(
+                role_name=self._config.role, rank=environ["RANK"], local_rank=local_rank
+            )
+            for local_rank, environ in environs.items()
+        }
+
+    def stop(self) -> None:
+        """No more lines will come: what is left is copied by a thread, since a tail takes a moment to see its end."""
+        if self._tails:
+            thread = threading.Thread(target=_finish, args=(self._tails, self._files), name="log-tails")
+            thread.start()
+            self._stopping = [t for t in self._stopping if t.is_alive()] + [thread]
+            self._tails, self._files = [], []
+
+    def close(self) -> None:
+        self.stop()
+        for thread in self._stopping:
+            thread.join(10)
+        self._stopping = []
+
+
+def _finish(tails: list[TailLog], files: list[TextIO]) -> None:
+    for tail in tails:
+        tail.stop()
+    for file in files:
+        file.close()

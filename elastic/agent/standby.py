@@ -1,0 +1,199 @@
+"""The child's entry point: a process that waits for a start message and then becomes the worker.
+
+Run as a file, `python -u standby.py FD SCRIPT ARGS…`: the message comes through descriptor FD, the rest is there for
+whoever looks for the job with `ps` or `pkill -f`. A cold start sends the message at once.
+
+It imports nothing of elasticd, so that a user's own `elastic.py` or `checkpoints.py` is found as `python script.py`
+would find it, and leaves the process as that would: `__main__`, `sys.argv`, `sys.path`, `__file__` and `__spec__`. It
+adds: log files that SIGHUP reopens, stacks on SIGQUIT, the traceback in torch's error file, and an end that tears the
+process group down before the interpreter goes (a script that ends with an open gloo group may abort otherwise).
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from typing import Any, NoReturn
+
+_DESTROY_SECONDS = 5.0
+
+
+def redirect(stdout: str, stderr: str) -> None:
+    """Point the standard streams at log files; an empty name leaves one where it is."""
+    for name, number in ((stdout, 1), (stderr, 2)):
+        if name:
+            descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
+def listen(stdout: str, stderr: str) -> None:
+    """SIGHUP reopens the log files after a rotation, SIGQUIT writes the stacks of all threads to stderr."""
+
+    def reopen(_number: int, _frame: object) -> None:
+        redirect(stdout, stderr)
+
+    signal.signal(signal.SIGHUP, reopen)
+    signal.siginterrupt(signal.SIGHUP, False)
+    faulthandler.enable(all_threads=True)
+    faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)
+
+
+def become_main(target: str, kind: str, args: list[str]) -> None:
+    """Run the user's program as `__main__`; returns when its top-level code has."""
+    sys.argv = [target, *args]
+    if kind == "module":
+        _run_module(target)
+    else:
+        _run_script(target)
+
+
+def _run_script(path: str) -> None:
+    if os.path.isdir(path) or path.endswith((".zip", ".pyz")):  # noqa: PTH112 - pathlib costs import time here
+        import runpy
+
+        runpy.run_path(path, run_name="__main__")
+        return
+    from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
+    loader: Any = (SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader)("__main__", path)
+    code = loader.get_code("__main__") if path.endswith(".pyc") else loader.source_to_code(loader.get_data(path), path)
+    main = _main_module(__file__=path, __loader__=loader, __spec__=None, __cached__=None)
+    exec(code, main.__dict__)
+
+
+def _run_module(name: str) -> None:
+    import runpy
+
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - what `python -m` does
+    _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]
+    sys.argv[0] = spec.origin
+    main = _main_module(
+        __file__=spec.origin, __loader__=spec.loader, __spec__=spec, __cached__=spec.cached, __package__=spec.parent
+    )
+    exec(code, main.__dict__)
+
+
+def _main_module(**attributes: Any) -> types.ModuleType:
+    """A fresh `__main__`, as multiprocessing's spawn and pickle expect to find it."""
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, **attributes)
+    sys.modules["__main__"] = main
+    return main
+
+
+def exit_code_of(failure: SystemExit) -> int:
+    """What the interpreter would exit with."""
+    if failure.code is None:
+        return 0
+    if isinstance(failure.code, int):
+        return failure.code & 0xFF
+    print(failure.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
+    return 1
+
+
+def record(failure: BaseException) -> None:
+    """The traceback into torch's error file, unless torch's `record` has written it already."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if not path or os.path.exists(path):  # noqa: PTH110
+        return
+    message = {
+        "message": f"{type(failure).__name__}: {failure}",
+        "extraInfo": {
+            "py_callstack": "".join(traceback.format_exception(type(failure), failure, failure.__traceback__)),
+            "timestamp": str(int(time.time())),
+        },
+    }
+    partial = f"{path}.{os.getpid()}"
+    try:
+        with open(partial, "w") as file:  # noqa: PTH123
+            json.dump({"message": message}, file)
+        os.replace(partial, path)  # noqa: PTH105
+    except OSError as exc:
+        print(f"cannot write {path}: {exc}", file=sys.stderr)  # noqa: T201
+
+
+def end(code: int) -> NoReturn:
+    """Finish as the interpreter would (threads, atexit, flush), but leave the process group cleanly and always exit."""
+    try:
+        if code == 0:
+            _destroy_process_group()
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except BaseException:  # noqa: BLE001 - the last stop of the process
+        traceback.print_exc()
+        code = code or 1
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            code = code or 1
+    os._exit(code)
+
+
+def _destroy_process_group() -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    # A peer that never leaves must not hold this rank: its training is done.
+    thread = threading.Thread(target=distributed.destroy_process_group, name="destroy-process-group", daemon=True)
+    thread.start()
+    thread.join(_DESTROY_SECONDS)
+
+
+def run(message: dict[str, Any]) -> NoReturn:
+    """Become the worker that the message describes, and end with its exit code."""
+    os.environ.update(message["environ"])
+    if message["cwd"]:
+        os.chdir(message["cwd"])
+    os.umask(message["umask"])
+    redirect(message["stdout"], message["stderr"])
+    listen(message["stdout"], message["stderr"])
+    code = 0
+    try:
+        become_main(message["target"], message["kind"], message["args"])
+    except SystemExit as exc:
+        code = exit_code_of(exc)
+    except KeyboardInterrupt as exc:
+        _drop_our_frames(exc)
+        sys.excepthook(type(exc), exc, exc.__traceback__)
+        code = 130
+    except BaseException as exc:  # noqa: BLE001 - the top of the process
+        _drop_our_frames(exc)
+        record(exc)
+        sys.excepthook(type(exc), exc, exc.__traceback__)
+        code = 1
+    end(code)
+
+
+def _drop_our_frames(failure: BaseException) -> None:
+    """Let the traceback begin in the user's program, as it would without this file."""
+    trace = failure.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    failure.__traceback__ = trace or failure.__traceback__
+
+
+def main() -> NoReturn:
+    """Wait for the message; the agent closing the pipe without one means that no worker is needed any more."""
+    del sys.path[0]  # this file's folder, which is nothing the user's program should see
+    descriptor = int(sys.argv[1])
+    with os.fdopen(descriptor, "rb") as pipe:
+        text = pipe.read()
+    if not text:
+        os._exit(0)
+    run(json.loads(text))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The agent's state as the frozen `JobStatus`: built by its loop, served to others by its HTTP threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from elastic.agent.workers import Worker
+from elastic.config import JobConfig
+from elastic.progress import Outcome, Progress
+from elastic.rendezvous.membership import View
+from elastic.rendezvous.round import Phase, Round
+from elastic.status import (
+    CheckpointStatus,
+    FailureStatus,
+    Incident,
+    JobOutcome,
+    JobState,
+    JobStatus,
+    NodeStatus,
+    RestartStatus,
+    WaitingStatus,
+    WorkerState,
+    WorkerStatus,
+)
+
+_SESSION_SECONDS = 10.0  # a worker without a session by then is a plain script: it counts as running
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the status is made of."""
+
+    config: JobConfig
+    incarnation: str
+    view: View
+    workers: Sequence[Worker]
+    draining: bool
+    joining: bool
+    finished: JobOutcome | None
+    disk_step: int
+    memory_step: int
+    last_failure: FailureStatus | None
+    incidents: tuple[Incident, ...]
+
+
+def job_status(facts: Facts) -> JobStatus:
+    """The whole of `/status`."""
+    formed, config, view = facts.view.round, facts.config, facts.view
+    return JobStatus(
+        run_id=config.run_id,
+        incarnation=facts.incarnation,
+        node_id=config.node_id,
+        state=job_state(facts),
+        round=formed.number if formed else 0,
+        base_step=next((w.progress.base_step for w in facts.workers if w.progress.in_loop), None),
+        world_size=formed.world_size if formed else 0,
+        outcome=facts.finished,
+        nodes=_nodes(formed, view, config.node_id),
+        waiting=tuple(WaitingStatus(node_id=w.node_id, reason=w.reason) for w in view.waiting),
+        workers=tuple(_worker(w, draining=facts.draining) for w in facts.workers),
+        restarts=RestartStatus(
+            used=view.restarts_used, limit=view.restarts_limit, window_seconds=view.restart_window_seconds
+        ),
+        checkpoint=CheckpointStatus(disk_step=_known(facts.disk_step), memory_step=_known(facts.memory_step)),
+        last_failure=facts.last_failure,
+        incidents=facts.incidents,
+    )
+
+
+def job_state(facts: Facts) -> JobState:
+    """One word for where this agent is."""
+    formed = facts.view.round
+    if facts.finished is not None or (formed is not None and formed.phase is Phase.CLOSED):
+        return "closed"
+    alive = [worker for worker in facts.workers if worker.is_alive]
+    if alive:
+        if facts.draining:
+            return "draining"
+        return "running" if all(_is_running(worker) for worker in facts.workers) else "starting"
+    if facts.view.waiting:
+        return "waiting"
+    return "joining" if facts.joining or formed is None else "stopped"
+
+
+def _is_running(worker: Worker) -> bool:
+    if not worker.is_alive or worker.progress.in_loop:
+        return True
+    return not worker.progress.pid and time.monotonic() - worker.started_at > _SESSION_SECONDS
+
+
+def _nodes(formed: Round | None, view: View, node_id: str) -> tuple[NodeStatus, ...]:
+    if formed is None:
+        return ()
+    addresses = {node.node_id: node.addr for node in view.nodes}
+    return tuple(
+        NodeStatus(
+            node_id=member.node_id,
+            node_rank=rank,
+            addr=addresses.get(member.node_id, ""),
+            ranks=tuple(formed.ranks(member.node_id)),
+        )
+        for rank, member in enumerate(formed.members)
+    )
+
+
+def _worker(worker: Worker, *, draining: bool) -> WorkerStatus:
+    report = worker.progress
+    return WorkerStatus(
+        local_rank=worker.plan.local_rank,
+        rank=worker.plan.rank,
+        pid=worker.pid,
+        state=_worker_state(worker, report, draining=draining),
+        step=_known(report.step),
+        age_seconds=round(time.monotonic() - report.heartbeat, 3) if report.heartbeat else None,
+    )
+
+
+def _worker_state(worker: Worker, report: Progress, *, draining: bool) -> WorkerState:
+    if worker.is_alive:
+        if draining:
+            return "draining"
+        return "running" if _is_running(worker) else "starting"
+    if worker.exit_code == 0:
+        return "drained" if report.outcome == Outcome.DRAINED else "finished"
+    return "stopped" if worker.stopped_by_us else "failed"
+
+
+def _known(step: int) -> int | None:
+    return step if step >= 0 else None
