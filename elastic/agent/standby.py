@@ -66,8 +66,12 @@ def _run_script(path: str) -> None:
     from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
+    path = os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - absolute but not normalised, as Python itself does
     loader: Any = (SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader)("__main__", path)
-    code = loader.get_code("__main__") if path.endswith(".pyc") else loader.source_to_code(loader.get_data(path), path)
+    if path.endswith(".pyc"):
+        code = loader.get_code("__main__")
+    else:
+        code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
     main = _main_module(__file__=path, __loader__=loader, __spec__=None, __cached__=None)
     exec(code, main.__dict__)
 
@@ -181,7 +185,7 @@ def _drop_our_frames(failure: BaseException) -> None:
     trace = failure.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    failure.__traceback__ = trace or failure.__traceback__
+    failure.__traceback__ = trace
 
 
 def main() -> NoReturn:

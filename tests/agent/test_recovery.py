@@ -55,7 +55,7 @@ def test_a_failed_worker_is_named_its_peers_are_stopped_and_the_next_round_runs(
 def test_the_traceback_shows_the_users_frames_only(tmp_path: Path) -> None:
     write(tmp_path, "script.py", ONCE % "raise ValueError('boom')")
     _, output = run_to_end(tmp_path, *QUICK, "script.py")
-    assert 'File "script.py", line 8, in <module>' in output
+    assert 'script.py", line 8, in <module>' in output
     assert "standby.py" not in output
 
 

@@ -1,0 +1,221 @@
+"""The child's entry point leaves a process as `python script.py` and `python -m module` would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.agent import standby
+from tests.support.job import wait_for, write
+
+PROBE = """
+import json, os, sys, __main__
+import helper
+class Item: pass
+print(json.dumps({
+    "argv": sys.argv, "name": __name__, "file": __file__, "path0": sys.path[0], "path": sys.path[1:],
+    "spec": __spec__ and __spec__.name, "package": __package__, "main_is_me": __main__.Item is Item,
+    "qualified": Item.__module__, "cached": __cached__, "helper": helper.__file__, "doc": __doc__,
+    "ours": sorted(m for m in sys.modules if m.split(".")[0] in ("elastic", "checkpoints")),
+}))
+"""
+
+
+def start(folder: Path, kind: str, target: str, *args: str, **fields: Any) -> subprocess.Popen[str]:
+    receiving, sending = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-u", standby.__file__, str(receiving), target, *args],
+        pass_fds=(receiving,),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")},
+    )
+    os.close(receiving)
+    message = {"kind": kind, "target": target, "args": list(args), "environ": {}, "cwd": "", "umask": 0o022}
+    with os.fdopen(sending, "w") as pipe:
+        json.dump({**message, "stdout": "", "stderr": "", **fields}, pipe)
+    return process
+
+
+def run(folder: Path, kind: str, target: str, *args: str) -> tuple[int, str, str]:
+    process = start(folder, kind, target, *args)
+    out, err = process.communicate(timeout=30)
+    return process.returncode, out, err
+
+
+def plain(folder: Path, *args: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-u", *args], cwd=folder, capture_output=True, text=True, timeout=30, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "pkg").mkdir()
+    write(tmp_path, "helper.py", "")
+    write(tmp_path / "pkg", "helper.py", "")
+    write(tmp_path / "pkg", "__init__.py", "")
+    for name in ("script.py", "pkg/inner.py", "pkg/__main__.py"):
+        write(tmp_path, name, PROBE)
+    return tmp_path
+
+
+@pytest.mark.parametrize("target", ["script.py", "pkg/inner.py", "./pkg/../script.py", "pkg"])
+def test_a_script_finds_what_python_would_give_it(folder: Path, target: str) -> None:
+    expected = json.loads(plain(folder, target, "-x", "1")[1])
+    code, out, err = run(folder, "script", target, "-x", "1")
+    assert code == 0, err
+    found = json.loads(out)
+    if target == "pkg":  # a folder is run by runpy, which puts it first on the path but keeps a package name of its own
+        for key in ("name", "argv", "helper", "ours"):
+            assert found[key] == expected[key]
+    else:
+        assert found == expected
+
+
+def test_a_script_by_absolute_path_too(folder: Path) -> None:
+    target = str(folder / "pkg" / "inner.py")
+    assert json.loads(run(folder, "script", target)[1]) == json.loads(plain(folder, target)[1])
+
+
+@pytest.mark.parametrize("name", ["pkg.inner", "pkg", "script"])
+def test_a_module_finds_what_python_would_give_it(folder: Path, name: str) -> None:
+    expected = json.loads(plain(folder, "-m", name, "-x", "1")[1])
+    code, out, err = run(folder, "module", name, "-x", "1")
+    assert code == 0, err
+    assert json.loads(out) == expected
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "raise SystemExit",
+        "import sys; sys.exit(3)",
+        "import sys; sys.exit('a message')",
+        "import sys; sys.exit(True)",
+        "raise ValueError('boom')",
+        "def f(:",
+        "import atexit; atexit.register(print, 'at exit'); print('first')",
+        "import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()",
+        "import os; os._exit(7)",
+        "import sys; print('no newline', end='')",
+        "raise KeyboardInterrupt",
+    ],
+)
+def test_a_script_ends_as_under_python(tmp_path: Path, body: str) -> None:
+    write(tmp_path, "script.py", body)
+    expected_code, expected_out, expected_err = plain(tmp_path, "script.py")
+    code, out, err = run(tmp_path, "script", "script.py")
+    assert (code, out) == (130 if expected_code == -signal.SIGINT else expected_code, expected_out)
+    assert err == expected_err
+
+
+def test_a_missing_script_or_module_is_an_error_that_names_it(tmp_path: Path) -> None:
+    for kind, name in (("script", "nowhere.py"), ("module", "nowhere")):
+        code, _, err = run(tmp_path, kind, name)
+        assert code == 1
+        assert "nowhere" in err
+
+
+def test_an_exception_lands_in_torchs_error_file(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", "def f():\n    raise ValueError('boom')\nf()")
+    run(tmp_path, "script", "script.py")
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == "ValueError: boom"
+    assert 'script.py", line 3, in <module>' in message["extraInfo"]["py_callstack"]
+
+
+def test_what_torchs_record_has_written_is_kept(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "script.py",
+        "import json, os\nopen(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write('kept')\nraise ValueError('boom')",
+    )
+    run(tmp_path, "script", "script.py")
+    assert (tmp_path / "error.json").read_text() == "kept"
+
+
+def test_no_message_means_not_needed_any_more(tmp_path: Path) -> None:
+    receiving, sending = os.pipe()
+    process = subprocess.Popen([sys.executable, standby.__file__, str(receiving)], pass_fds=(receiving,))
+    os.close(receiving)
+    os.close(sending)
+    assert process.wait(10) == 0
+
+
+def test_spawned_children_can_unpickle_what_the_script_defines(tmp_path: Path) -> None:
+    """As a DataLoader with spawn does with the user's dataset."""
+    write(
+        tmp_path,
+        "script.py",
+        """
+import multiprocessing
+class Square:
+    def __call__(self, x):
+        return x * x
+def child(f, queue):
+    queue.put(f(7))
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    process = context.Process(target=child, args=(Square(), queue))
+    process.start()
+    print(queue.get())
+    process.join()
+""",
+    )
+    code, out, err = run(tmp_path, "script", "script.py")
+    assert (code, out.strip()) == (0, "49"), err
+
+
+def test_stacks_come_on_sigquit_and_logs_reopen_on_sighup(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "script.py",
+        "import time\nprint('up', flush=True)\nwhile True:\n    time.sleep(0.05)\n    print('tick', flush=True)",
+    )
+    log, errors = tmp_path / "out.log", tmp_path / "err.log"
+    process = start(tmp_path, "script", "script.py", stdout=str(log), stderr=str(errors))
+    try:
+        wait_for(lambda: log.exists() and "up" in log.read_text())
+        log.rename(tmp_path / "out.1")
+        process.send_signal(signal.SIGHUP)
+        wait_for(lambda: log.exists() and "tick" in log.read_text())
+        process.send_signal(signal.SIGQUIT)
+        wait_for(lambda: 'script.py"' in errors.read_text())
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def test_an_open_process_group_does_not_spoil_the_exit(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "script.py",
+        "import sys, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "print('done')\nsys.exit(0)",
+    )
+    for _ in range(2):
+        code, out, err = run(tmp_path, "script", "script.py")
+        assert (code, out) == (0, "done\n"), err
+
+
+def test_the_entry_point_starts_quickly_and_without_torch(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", "import sys; print('torch' in sys.modules, len(sys.modules))")
+    began = time.monotonic()
+    _, out, err = run(tmp_path, "script", "script.py")
+    assert out.startswith("False"), err
+    assert time.monotonic() - began < 10
