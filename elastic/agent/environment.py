@@ -38,6 +38,7 @@ def worker_environ(
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
         "TORCHELASTIC_RUN_ID": config.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": config.signals_to_handle,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "ELASTICD_ROUND": str(formed.number),
         "ELASTICD_INCARNATION": formed.incarnation,
@@ -63,7 +64,7 @@ def _device(local_rank: int, visible: str | None) -> str:
 
 
 def job_command(config: JobConfig) -> Command:
-    """What each worker runs; torchrun's `${local_rank}` macro in the arguments is filled in per worker."""
+    """What each worker runs."""
     if config.no_python:
         kind = "program"
     elif config.module:

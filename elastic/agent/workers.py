@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from signal import SIGHUP, SIGKILL, SIGQUIT, Signals
 
+from torch.distributed.elastic.utils.api import macros
+
 from elastic import progress
 from elastic.agent.mailbox import Mailbox, Readable
 
@@ -49,7 +51,9 @@ class Worker:
 
     def __init__(self, plan: WorkerPlan, command: Command, block: Path, launcher: tuple[str, ...] = ()) -> None:
         self.plan = plan
-        self.command = command
+        self.command = dataclasses.replace(
+            command, args=tuple(macros.substitute(list(command.args), str(plan.local_rank)))
+        )
         progress.create(block)
         self._block = block
         self._reader: progress.ProgressReader | None = progress.ProgressReader(block)
