@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from elastic.agent.decide import Act, Asked, Observation, WorkerView, decide
 from elastic.errors import ExitCode
 from elastic.progress import Outcome

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from elastic.rendezvous.round import (
     Budget,
     Limits,

@@ -1,0 +1,30 @@
+# Everything runs in a virtual environment inside this checkout; no root, nothing outside is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test bench lint clean
+
+demo: $(STAMP)
+	$(BIN)/elasticd demo $(ARGS)
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+bench: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# constraints.txt pins what is tested (and torch to a version with small CPU wheels); pyproject.toml has the honest ranges.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,etcd]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

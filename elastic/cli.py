@@ -1,0 +1,150 @@
+"""`elasticd`: parses, hands over; no logic. Commands that only look at things start without importing torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic import __version__
+from elastic.errors import ElasticError, ExitCode, UsageError
+
+_INTERRUPTED = 130
+_USAGE = """elasticd COMMAND [options]
+
+commands:
+  run          run a training script on this node's workers and keep it going (elasticd run --help)
+  status       what the agents of this host are doing
+  drain        ask an agent to save and stop, as SIGTERM does
+  checkpoints  list, show, verify, prune or export checkpoints
+  demo         train a small model, lose a worker, and prove that no sample was lost"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The entry point; returns the exit code. Every foreseen error is one line on stderr."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
+    except ElasticError as exc:
+        print(f"elasticd: error: {exc}", file=sys.stderr)
+        return int(exc.exit_code)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:  # such as `elasticd status | head`
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.FAILED)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    """`run` and `demo` have command lines of their own, the rest share one parser."""
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if command == "run":
+        return _run(rest)
+    if command == "demo":
+        _log_to_stderr()
+        from elastic.demo.demo import main as demo
+
+        return int(demo(rest))
+    options = _parser().parse_args(arguments)
+    _log_to_stderr()
+    return int(options.handler(options))
+
+
+def _run(argv: Sequence[str]) -> int:
+    from elastic.config import load
+
+    _log_to_stderr()
+    config = load(argv, os.environ)
+    if config.rdzv_backend == "etcd3":
+        raise UsageError("--rdzv-backend=etcd3: this build has no etcd3 rendezvous yet; run one node without it")
+    from elastic.agent.launch import run_job
+
+    return run_job(config)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from elastic.cli_status import show_status
+
+    return show_status(os.environ, run_id=options.run_id, as_json=options.json, watch=options.watch)
+
+
+def _drain(options: argparse.Namespace) -> int:
+    from elastic.cli_status import drain_agent
+
+    return drain_agent(os.environ, run_id=options.run_id, pid=options.pid)
+
+
+def _checkpoints(options: argparse.Namespace) -> int:
+    from elastic.cli_checkpoints import run_action
+
+    return run_action(options)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]  # raises, as the original exits
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="elasticd", usage=_USAGE, add_help=True)
+    parser.add_argument("--version", action="version", version=f"elasticd {__version__}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS, prog="elasticd"
+    )
+
+    status = commands.add_parser("status", description="Show what the agents of this host are doing.")
+    status.add_argument("--json", action="store_true", help="the JSON of /status; a list when there are several agents")
+    status.add_argument("--watch", action="store_true", help="show it again every second until interrupted")
+    status.add_argument("--run-id", metavar="JOB", help="only the agents of this job")
+    status.set_defaults(handler=_status)
+
+    drain = commands.add_parser("drain", description="Ask an agent to save at the next step and stop, as SIGTERM does.")
+    drain.add_argument("--run-id", metavar="JOB", help="the agent of this job, when there are several on this host")
+    drain.add_argument("--pid", type=int, metavar="PID", help="the agent with this process id")
+    drain.set_defaults(handler=_drain)
+
+    _add_checkpoint_actions(commands.add_parser("checkpoints", description="Look after a directory of checkpoints."))
+    for command in ("run", "demo"):  # known to the parser for its messages alone
+        commands.add_parser(command, add_help=False)
+    return parser
+
+
+def _add_checkpoint_actions(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|show|verify|prune|export")
+    made = {}
+    for name, text in (
+        ("list", "every checkpoint with its state"),
+        ("show", "one checkpoint's manifest: step, position, tensors, files"),
+        ("verify", "read everything and compare the checksums; exit 1 if a checkpoint is corrupt"),
+        ("prune", "remove what retention would remove"),
+        ("export", "write one checkpoint into a single safetensors file"),
+    ):
+        made[name] = action = actions.add_parser(name, help=text, description=text.capitalize() + ".")
+        action.add_argument("directory", metavar="DIR", help="the --checkpoint-dir of the job")
+        action.add_argument("--json", action="store_true", help="print JSON")
+        action.set_defaults(handler=_checkpoints)
+    made["export"].add_argument("output", type=Path, metavar="OUT.safetensors")
+    for name in ("show", "export"):
+        made[name].add_argument("--step", type=int, metavar="N", help="default: the newest committed step")
+    made["prune"].add_argument("--keep-last", type=int, default=3, metavar="K", help="default: %(default)s")
+    made["prune"].add_argument("--keep-every", type=int, metavar="N", help="also keep every step divisible by N")
+    made["prune"].add_argument("--dry-run", action="store_true", help="say what would be removed, remove nothing")
+
+
+def _log_to_stderr() -> None:
+    """Our own lines at INFO or $LOGLEVEL; other packages' warnings stay as they are."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    level = logging.getLevelName(os.environ.get("LOGLEVEL", "INFO").upper())
+    for name in ("elastic", "checkpoints"):
+        logger = logging.getLogger(name)
+        logger.setLevel(level if isinstance(level, int) else logging.INFO)
+        logger.handlers = [handler]
+        logger.propagate = False

@@ -1,0 +1,124 @@
+"""`elasticd checkpoints list|show|verify|prune|export`: asks `checkpoints.catalog` and puts its answers into words."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from elastic.cli_table import human_bytes, table
+from elastic.errors import ElasticError, ExitCode, UsageError
+from elastic.training.own_checkpoints import own_checkpoints
+
+Entry = dict[str, Any]
+
+
+def run_action(options: argparse.Namespace) -> int:
+    """Carries out `options.action`; returns the exit code.
+
+    Raises: UsageError when the directory is not there, ElasticError when the work itself fails.
+    """
+    directory: str = options.directory
+    if "://" not in directory and not Path(directory).is_dir():
+        what = "is not a directory" if Path(directory).exists() else "does not exist"
+        raise UsageError(f"checkpoint directory {directory!r} {what}")
+    catalog = own_checkpoints("catalog")  # under this name also when the working directory has a checkpoints.py
+    try:
+        code: int = _ACTIONS[options.action](catalog, options)
+    except own_checkpoints("errors").CheckpointError as exc:
+        raise ElasticError(str(exc)) from exc
+    except BrokenPipeError:
+        raise  # of our own output, not of the directory
+    except OSError as exc:
+        where = exc.filename or directory
+        raise ElasticError(f"checkpoints {options.action}: {where}: {exc.strerror or exc}") from exc
+    return code
+
+
+def _list(catalog: Any, options: argparse.Namespace) -> int:
+    entries = catalog.list_checkpoints(options.directory)
+    _print(options, entries, _lines(entries) if entries else f"no checkpoints in {options.directory}")
+    return int(ExitCode.SUCCEEDED)
+
+
+def _verify(catalog: Any, options: argparse.Namespace) -> int:
+    """What was committed and cannot be restored is a failure; what was never committed is not."""
+    entries = catalog.verify(options.directory)
+    corrupt = [entry for entry in entries if entry["state"] == "corrupt"]
+    summary = f"{len(corrupt)} of {len(entries)} corrupt" if corrupt else f"{len(entries)} read, none corrupt"
+    _print(options, entries, f"{_lines(entries)}\n\n{summary}" if entries else f"no checkpoints in {options.directory}")
+    return int(ExitCode.FAILED if corrupt else ExitCode.SUCCEEDED)
+
+
+def _show(catalog: Any, options: argparse.Namespace) -> int:
+    step = _newest_step(catalog, options.directory) if options.step is None else options.step
+    found = catalog.show(options.directory, step)
+    facts = {key: value for key, value in found.items() if key not in ("tensors", "files", "state", "checksum")}
+    facts |= {"bytes": human_bytes(found["bytes"]), "unix_time": _moment(found["unix_time"])}
+    width = max(map(len, facts))
+    text = "\n".join(f"{key.ljust(width)}  {value}" for key, value in facts.items())
+    files = [(file["name"], file["bytes"], file["checksum"]) for file in found["files"]]
+    tensors = [(t["name"], t["dtype"], "x".join(map(str, t["shape"])) or "scalar") for t in found["tensors"]]
+    text += f"\n\n{table(('file', 'bytes', 'checksum'), files)}\n\n{table(('tensor', 'dtype', 'shape'), tensors)}"
+    _print(options, found, text)
+    return int(ExitCode.SUCCEEDED)
+
+
+def _prune(catalog: Any, options: argparse.Namespace) -> int:
+    for name, value in (("--keep-last", options.keep_last), ("--keep-every", options.keep_every)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name}={value} must be 1 or more; the newest checkpoint always stays")
+    removed = catalog.prune(options.directory, options.keep_last, options.keep_every, options.dry_run)
+    verb = "would be removed" if options.dry_run else "removed"
+    _print(options, removed, f"{_lines(removed)}\n\n{len(removed)} {verb}" if removed else "nothing to remove")
+    return int(ExitCode.SUCCEEDED)
+
+
+def _export(catalog: Any, options: argparse.Namespace) -> int:
+    if not options.output.absolute().parent.is_dir():
+        raise UsageError(
+            f"cannot write {str(options.output)!r}: no directory {str(options.output.absolute().parent)!r}"
+        )
+    if options.output.is_dir():
+        raise UsageError(f"{str(options.output)!r} is a directory; name a file such as model.safetensors")
+    done = catalog.export(options.directory, options.output, options.step)
+    text = f"step {done['step']}: {done['tensors']} tensors, {human_bytes(done['bytes'])}, written to {done['path']}"
+    _print(options, done, text)
+    return int(ExitCode.SUCCEEDED)
+
+
+_ACTIONS = {"list": _list, "show": _show, "verify": _verify, "prune": _prune, "export": _export}
+
+
+def _newest_step(catalog: Any, directory: str) -> int:
+    committed = [entry for entry in catalog.list_checkpoints(directory) if entry["state"] == "committed"]
+    if not committed:
+        raise ElasticError(f"there is no committed checkpoint in {directory}")
+    return int(max(committed, key=lambda entry: (entry["round"], entry["step"]))["step"])
+
+
+def _print(options: argparse.Namespace, data: Any, text: str) -> None:
+    print(json.dumps(data) if options.json else text)
+
+
+def _lines(entries: list[Entry]) -> str:
+    headers = ("step", "state", "round", "base step", "world size", "bytes", "time", "path", "reason")
+    return table(
+        headers,
+        [
+            (
+                *(entry[key] for key in ("step", "state", "round", "base_step", "world_size")),
+                human_bytes(entry["bytes"]),
+                _moment(entry["time"]),
+                entry["path"],
+                entry["reason"] or "",
+            )
+            for entry in entries
+        ],
+    )
+
+
+def _moment(unix_time: float | None) -> str | None:
+    return None if unix_time is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_time))

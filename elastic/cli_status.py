@@ -1,0 +1,126 @@
+"""`elasticd status` and `elasticd drain`: asks the agents of this host and puts their answers into words."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Mapping
+
+from elastic.cli_table import shown, table
+from elastic.errors import ExitCode, UsageError
+from elastic.metrics import client
+from elastic.metrics.client import FoundAgent
+from elastic.status import FailureStatus, JobStatus
+
+_REFRESH_SECONDS = 1.0
+
+
+def show_status(environ: Mapping[str, str], *, run_id: str | None, as_json: bool, watch: bool) -> int:
+    """Returns the exit code: 1 when there is no agent to ask."""
+    agents = client.find_agents(environ, run_id)
+    if not agents:
+        print(_none_found(run_id), file=sys.stderr)
+        return int(ExitCode.FAILED)
+    if watch:
+        with contextlib.suppress(KeyboardInterrupt):
+            _watch(environ, agents, run_id, as_json)
+    else:
+        print(_as_json(agents) if as_json else _as_text(agents))
+    return int(ExitCode.SUCCEEDED)
+
+
+def drain_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | None) -> int:
+    """SIGTERM to the one agent that is meant. Raises: UsageError when that is not clear."""
+    agents = [agent for agent in client.find_agents(environ, run_id) if pid in (None, agent.pid)]
+    if not agents:
+        print(_none_found(run_id, pid), file=sys.stderr)
+        return int(ExitCode.FAILED)
+    if len(agents) > 1:
+        names = ", ".join(f"{agent.status.run_id} (pid {agent.pid})" for agent in agents)
+        raise UsageError(f"several agents on this host: {names}; choose one by --run-id or --pid")
+    client.drain(agents[0])
+    print(f"asked agent {agents[0].pid} of job {agents[0].status.run_id} to drain")
+    return int(ExitCode.SUCCEEDED)
+
+
+def _none_found(run_id: str | None, pid: int | None = None) -> str:
+    which = (f" of job {run_id}" if run_id else "") + (f" with pid {pid}" if pid is not None else "")
+    return f"elasticd: no running agent{which} on this host"
+
+
+def _watch(environ: Mapping[str, str], agents: list[FoundAgent], run_id: str | None, as_json: bool) -> None:
+    """In place on a terminal, one after another elsewhere; until interrupted or the last agent has ended."""
+    if as_json or not sys.stdout.isatty():
+        while agents:
+            print(_as_json(agents) if as_json else _as_text(agents) + "\n", flush=True)
+            time.sleep(_REFRESH_SECONDS)
+            agents = client.find_agents(environ, run_id)
+        return
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(Text(_as_text(agents)), auto_refresh=False) as live:
+        while agents:
+            live.update(Text(_as_text(agents)), refresh=True)
+            time.sleep(_REFRESH_SECONDS)
+            agents = client.find_agents(environ, run_id)
+    print("the last agent has ended")
+
+
+def _as_json(agents: list[FoundAgent]) -> str:
+    found = [agent.status.to_json() for agent in agents]
+    return json.dumps(found[0] if len(found) == 1 else found)
+
+
+def _as_text(agents: list[FoundAgent]) -> str:
+    return "\n\n".join(render(agent.status, agent.pid) for agent in agents)
+
+
+def render(status: JobStatus, pid: int) -> str:
+    """One agent's view for people."""
+    outcome = f" ({status.outcome})" if status.outcome else ""
+    lines = [
+        f"job {status.run_id}: {status.state}{outcome}, round {status.round}, world size {status.world_size}, "
+        f"from step {shown(status.base_step)}",
+        f"node {status.node_id}, agent pid {pid}, incarnation {status.incarnation}",
+        f"restarts {status.restarts.used} of {status.restarts.limit} within {status.restarts.window_seconds:g} s; "
+        f"safe step: {shown(status.checkpoint.disk_step)} on disk, {shown(status.checkpoint.memory_step)} in memory",
+    ]
+    if status.nodes:
+        rows = [(n.node_rank, n.node_id, n.addr, ",".join(map(str, n.ranks))) for n in status.nodes]
+        lines += ["", table(("node rank", "node", "address", "ranks"), rows)]
+    if status.waiting:
+        lines += ["", table(("waiting node", "reason"), [(w.node_id, w.reason) for w in status.waiting])]
+    if status.workers:
+        workers = [(w.local_rank, w.rank, w.pid, w.state, w.step, w.age_seconds) for w in status.workers]
+        lines += ["", table(("local rank", "rank", "pid", "state", "step", "age s"), workers)]
+    if status.last_failure is not None:
+        lines += ["", _render_failure(status.last_failure)]
+    if status.incidents:
+        lines += ["", _render_incidents(status)]
+    return "\n".join(lines)
+
+
+def _render_failure(failure: FailureStatus) -> str:
+    who = f"rank {failure.rank} on {failure.node_id}" if failure.rank is not None else failure.node_id
+    how = failure.signal or (f"exit code {failure.exit_code}" if failure.exit_code is not None else "")
+    head = f"last failure: {who} {failure.reason}" + (f" ({how})" if how else "")
+    text = [part for part in (failure.message.strip(), failure.log.strip()) if part]
+    return "\n".join([head, *("  " + line for part in text for line in part.splitlines())])
+
+
+def _render_incidents(status: JobStatus) -> str:
+    phases = ("detect", "stop", "rendezvous", "start", "restore", "first_step", "total")
+    rows = [
+        (
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(incident.time)),
+            incident.cause,
+            incident.round,
+            incident.lost_steps,
+            *(getattr(incident.seconds, phase) for phase in phases),
+        )
+        for incident in status.incidents
+    ]
+    return table(("time", "incident", "round", "lost steps", *(phase.replace("_", " ") for phase in phases)), rows)

@@ -1,0 +1,194 @@
+"""One frozen object with every setting of a job, made once at start; whoever holds it need not check anything again.
+
+Owns what the settings mean. How they are written on a command line, in PET_* variables and
+in a job file is the business of `flags.py` and `jobfile.py`; the rules between them are in `rules.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import socket
+from argparse import ArgumentTypeError
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from elastic import rules, values
+from elastic.errors import UsageError
+from elastic.flags import Given, collect
+
+_DEFAULT_SHUTDOWN_SECONDS = 30.0  # torchrun's
+# What every node of a job must agree on: these decide together who takes part, how long others wait and when all save.
+_SHARED = (
+    *("min_nodes", "max_nodes", "module", "no_python", "checkpoint_every", "lease_ttl_seconds", "last_call_seconds"),
+    *("settle_seconds", "join_timeout_seconds", "max_restarts", "restart_window_seconds", "drain_grace_seconds"),
+)
+_PATHS = ("log_dir", "checkpoint_dir", "etcd_ca", "etcd_cert", "etcd_key")
+_AS_THEY_ARE = (
+    *("module", "no_python", "run_path", "rdzv_conf", "role", "master_addr", "master_port", "local_addr", "etcd_user"),
+    *(
+        "max_restarts",
+        "standby",
+        "memory_checkpoints",
+        "checkpoint_every",
+        "usr1",
+        "virtual_local_rank",
+        "numa_binding",
+    ),
+    *("redirects", "tee", "local_ranks_filter", "logs_specs", "start_method", "monitor_interval", "signals_to_handle"),
+    "event_log_handler",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """Settings of `elasticd run`. Names without a unit are torchrun's own; paths are absolute."""
+
+    # what to run
+    script: str  # a path, or with `module` a module's name
+    module: bool = False
+    no_python: bool = False
+    run_path: bool = False
+    args: tuple[str, ...] = ()
+
+    # who takes part
+    min_nodes: int = 1
+    max_nodes: int = 1
+    nproc_per_node: int = 1
+    run_id: str = "none"
+    node_id: str = "localhost"
+    rdzv_backend: Literal["standalone", "etcd3"] = "standalone"
+    rdzv_endpoint: str = ""  # h1:2379,h2:2379, always with ports; empty for standalone
+    rdzv_conf: str = ""
+    role: str = "default"
+    master_addr: str | None = None  # None = not asked for
+    master_port: int | None = None
+    local_addr: str | None = None
+    etcd_ca: str | None = None
+    etcd_cert: str | None = None
+    etcd_key: str | None = None
+    etcd_user: str | None = None
+
+    # times and budgets
+    lease_ttl_seconds: int = 5
+    last_call_seconds: float = 5.0
+    settle_seconds: float = 1.0
+    join_timeout_seconds: float = 600.0
+    max_restarts: int = 3
+    restart_window_seconds: float = 600.0
+    drain_grace_seconds: float = 120.0
+    shutdown_timeout_seconds: float = 30.0
+    hang_timeout_seconds: float = 0.0  # 0 = off
+
+    # workers
+    standby: bool = True
+    preload: tuple[str, ...] = ()
+    memory_checkpoints: bool = True
+    checkpoint_dir: str | None = None  # an absolute path, or a URL of fsspec
+    checkpoint_every: str | None = None  # "100" = steps, "30s" = time
+    usr1: Literal["save", "drain"] = "save"
+    virtual_local_rank: bool = False
+    numa_binding: str | None = None
+
+    # logs
+    log_dir: str | None = None
+    redirects: str = "0"
+    tee: str = "0"
+    local_ranks_filter: str = ""
+    duplicate_stdout_filters: tuple[str, ...] = ()
+    duplicate_stderr_filters: tuple[str, ...] = ()
+    logs_specs: str | None = None
+
+    # what the agent serves
+    http_host: str = "127.0.0.1"
+    http_port: int = 9431  # 0 = any free one
+
+    # accepted for torchrun's sake, without effect here
+    start_method: str = "spawn"
+    monitor_interval: float = 0.1
+    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    event_log_handler: str = "null"
+
+
+def load(argv: Sequence[str], environ: Mapping[str, str]) -> JobConfig:
+    """The settings of `elasticd run` from its arguments, PET_* variables and the job file, checked.
+
+    Raises: UsageError, of one line, for the first thing that is wrong. Logs each flag that has no effect here.
+    """
+    given = collect(argv, environ)
+    rules.check(given, environ)
+    low, high = given["nnodes"]
+    host, port = given["http"]
+    many = rules.backend(given) == "etcd3"
+    paths: dict[str, Any] = {key: _absolute(given[key]) for key in _PATHS}
+    return JobConfig(
+        script=given["training_script"],
+        args=tuple(given["training_script_args"] or ()),
+        min_nodes=low,
+        max_nodes=high,
+        nproc_per_node=_workers_per_node(given),
+        run_id=given["rdzv_id"] or _run_id_from_name(given["training_script"], module=given["module"]),
+        node_id=given["node_id"] or socket.gethostname() or "localhost",
+        rdzv_backend="etcd3" if many else "standalone",
+        rdzv_endpoint=values.endpoints(given["rdzv_endpoint"]) if many else "",
+        **paths,
+        **{f"{key}_seconds": given[key] for key in ("lease_ttl", "last_call", "settle", "join_timeout")},
+        **{f"{key}_seconds": given[key] for key in ("restart_window", "drain_grace", "hang_timeout")},
+        shutdown_timeout_seconds=_shutdown_timeout(given, environ),
+        preload=tuple(given["preload"]),
+        duplicate_stdout_filters=tuple(given["duplicate_stdout_filters"]),
+        duplicate_stderr_filters=tuple(given["duplicate_stderr_filters"]),
+        http_host=host,
+        http_port=port,
+        **{key: given[key] for key in _AS_THEY_ARE},
+    )
+
+
+def settings_digest(config: JobConfig) -> str:
+    """Equal on two nodes exactly if they may train together; paths and script arguments may differ between hosts."""
+    shared = {key: getattr(config, key) for key in _SHARED}
+    return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _workers_per_node(given: Given) -> int:
+    """torch's own meaning of auto, cpu, gpu and numbers; checked against what names single workers."""
+    from torch.distributed.run import determine_local_world_size
+
+    try:
+        workers: int = determine_local_world_size(given["nproc_per_node"])
+    except ValueError as exc:
+        raise UsageError(f"{given.named('nproc_per_node')}: {exc}; give auto, cpu, gpu or a number") from exc
+    if workers < 1:
+        raise UsageError(f"{given.named('nproc_per_node')} gives {workers} workers; at least 1 is needed")
+    shown = given["local_ranks_filter"]
+    if shown and (beyond := [rank for rank in map(int, shown.split(",")) if rank >= workers]):
+        raise UsageError(f"{given.named('local_ranks_filter')}: no local rank {beyond[0]} among {workers} workers")
+    return workers
+
+
+def _run_id_from_name(target: str, *, module: bool) -> str:
+    """`train` for train.py, `pkg.train` for -m pkg.train: the same at each start, so that a restart is recognised.
+
+    torchrun's own default is a name made anew each time, or "none".
+    """
+    stem = target if module else (Path(target).stem or Path(target).absolute().name)
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip(".-")[:128] or "job"
+
+
+def _shutdown_timeout(given: Given, environ: Mapping[str, str]) -> float:
+    """--shutdown-timeout, else torchrun's variable for it, else torchrun's 30 s."""
+    if given["shutdown_timeout"] is not None:
+        return float(given["shutdown_timeout"])
+    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    try:
+        return values.seconds(environ[name]) if name in environ else _DEFAULT_SHUTDOWN_SECONDS
+    except ArgumentTypeError as exc:
+        raise UsageError(f"{name}: {exc}") from exc
+
+
+def _absolute(path: str | None) -> str | None:
+    """Workers may change their directory; URLs stay as they are."""
+    return path if not path or "://" in path else str(Path(path).absolute())

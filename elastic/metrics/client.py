@@ -1,0 +1,92 @@
+"""Asks the agents of this host for their status, and signals one, through the sockets of the runtime directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import json
+import logging
+import os
+import signal
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+from elastic import runtime
+from elastic.errors import ElasticError
+from elastic.status import JobStatus
+
+logger = logging.getLogger(__name__)
+
+_ASK_SECONDS = 5.0
+_CREDENTIALS = struct.Struct("3i")  # ucred: pid, uid, gid
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FoundAgent:
+    """An agent that answered."""
+
+    pid: int
+    socket: Path
+    status: JobStatus
+
+
+def find_agents(environ: Mapping[str, str], run_id: str | None = None) -> list[FoundAgent]:
+    """Every agent of this host that answers, by pid; with `run_id` those of that job. Stale sockets are skipped."""
+    answers = [_ask(path) for path in runtime.sockets(environ)]
+    agents = [agent for agent in answers if agent is not None and run_id in (None, agent.status.run_id)]
+    return sorted(agents, key=lambda agent: agent.pid)
+
+
+def drain(agent: FoundAgent) -> None:
+    """SIGTERM to exactly the process that listens on the agent's socket, whatever became of its pid since.
+
+    Raises: ElasticError when it is gone or not ours to signal.
+    """
+    try:
+        with runtime.connect(agent.socket, _ASK_SECONDS) as connection:
+            handle = os.pidfd_open(_listener_pid(connection))
+            try:
+                # The connection still stands, so the pid was its listener's when the descriptor was made.
+                if _get_status(connection) is None:
+                    raise ElasticError(f"process {agent.pid} does not answer as an elasticd agent; not signalled")
+                signal.pidfd_send_signal(handle, signal.SIGTERM)
+            finally:
+                os.close(handle)
+    except (ConnectionError, FileNotFoundError, ProcessLookupError) as exc:
+        raise ElasticError(f"agent {agent.pid} is gone") from exc
+    except OSError as exc:
+        raise ElasticError(f"cannot signal agent {agent.pid}: {exc.strerror or exc}") from exc
+
+
+def _ask(path: Path) -> FoundAgent | None:
+    """The agent behind a socket; None when nobody, or nobody who speaks as an agent, listens there."""
+    try:
+        with runtime.connect(path, _ASK_SECONDS) as connection:
+            pid = _listener_pid(connection)
+            status = _get_status(connection)
+    except TimeoutError:
+        logger.warning("%s: somebody listens but does not answer within %g s; a frozen agent?", path, _ASK_SECONDS)
+        return None
+    except OSError:
+        return None
+    return None if status is None else FoundAgent(pid=pid, socket=path, status=status)
+
+
+def _listener_pid(connection: socket.socket) -> int:
+    """Linux keeps with a unix socket who called listen() on it."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int = _CREDENTIALS.unpack(raw)[0]
+    return pid
+
+
+def _get_status(connection: socket.socket) -> JobStatus | None:
+    request = http.client.HTTPConnection("localhost")
+    request.sock = connection
+    try:
+        request.request("GET", "/status")
+        with request.getresponse() as response:
+            return JobStatus.from_json(json.load(response)) if response.status == 200 else None
+    except (http.client.HTTPException, ValueError):
+        return None

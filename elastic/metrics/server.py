@@ -1,0 +1,276 @@
+"""The agent's HTTP server: /healthz, /readyz and /status, on TCP and on a unix socket with the same answers.
+
+Owns sockets and threads; what it says comes from the callables it is handed. A client that is slow, silent or hostile
+costs one thread for at most `_EXCHANGE_SECONDS` and never the server: the number of connections at once is bounded, and
+so is the size of a request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from elastic.errors import UsageError
+from elastic.runtime import socket_address
+from elastic.status import JobStatus
+
+logger = logging.getLogger(__name__)
+
+_EXCHANGE_SECONDS = 5.0  # for a whole request, and again for its answer
+_REQUEST_BYTES = 8192
+_CONNECTIONS = 32  # at once, per listener
+_PORTS_TRIED = 100
+_CLOSE_SECONDS = 2.0
+
+
+class Answer(NamedTuple):
+    """What is sent back for one path."""
+
+    code: int
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+
+
+Routes = Mapping[str, Callable[[], Answer]]
+
+
+class StatusServer:
+    """Serves from construction until `close`. The callables run on connection threads, so they must be thread-safe.
+
+    A busy port is a warning and the next free one; `port` tells which. `socket_path` None = TCP alone.
+    Raises: UsageError when the host is none of this machine's, or the socket cannot be made.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        socket_path: Path | None,
+        status: Callable[[], JobStatus],
+        healthy: Callable[[], bool],
+    ) -> None:
+        routes = _routes(status, healthy)
+        tcp = _bind_tcp(host, port)
+        self.port: int = tcp.getsockname()[1]
+        self._socket_path = socket_path
+        self._listeners = [_Listener(tcp, routes, "elasticd-http")]
+        if socket_path is not None:
+            try:
+                unix = _bind_unix(socket_path)
+            except OSError as exc:
+                self._listeners[0].close()
+                raise UsageError(f"cannot make the status socket {socket_path}: {exc.strerror or exc}") from exc
+            self._listeners.append(_Listener(unix, routes, "elasticd-http-unix"))
+
+    def close(self) -> None:
+        """Stop listening, end what is being answered, join the threads and remove the socket's file."""
+        for listener in self._listeners:
+            listener.close()
+        if self._socket_path is not None:
+            self._socket_path.unlink(missing_ok=True)
+
+
+def _routes(status: Callable[[], JobStatus], healthy: Callable[[], bool]) -> Routes:
+    def healthz() -> Answer:
+        return Answer(200, b"ok\n") if healthy() else Answer(503, b"the agent's loop is stuck\n")
+
+    def readyz() -> Answer:
+        state = status().state
+        return Answer(200 if state == "running" else 503, f"{state}\n".encode())
+
+    def whole_status() -> Answer:
+        return Answer(200, json.dumps(status().to_json(), allow_nan=False).encode() + b"\n", "application/json")
+
+    return {"/healthz": healthz, "/readyz": readyz, "/status": whole_status}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request, one answer; the connection ends with it."""
+
+    server_version = "elasticd"
+    sys_version = ""
+
+    def __init__(self, connection: socket.socket, routes: Routes) -> None:
+        self._routes = routes
+        super().__init__(connection, "", None)  # type: ignore[arg-type]  # address and server serve logging alone
+
+    def handle(self) -> None:
+        self.close_connection = True
+        self.rfile.close()
+        self.rfile = io.BufferedReader(io.BytesIO(_read_head(self.connection)))
+        self.connection.settimeout(_EXCHANGE_SECONDS)  # sendall counts it as a whole
+        self.handle_one_request()
+
+    def do_GET(self) -> None:
+        answer = self._answer()
+        self.send_response(answer.code)
+        self.send_header("Content-Type", answer.content_type)
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
+
+    do_HEAD = do_GET
+
+    def _answer(self) -> Answer:
+        path = self.path.partition("?")[0]
+        route = self._routes.get(path)
+        if route is None:
+            return Answer(404, f"nothing at {path[:200]!r}; there are {' '.join(self._routes)}\n".encode())
+        try:
+            return route()
+        except Exception:  # top of a request: the agent's trouble must not end the server
+            logger.exception("cannot answer %s", path)
+            return Answer(500, b"error; see the agent's log\n")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug(format, *args)
+
+
+def _read_head(connection: socket.socket) -> bytes:
+    """A request up to its blank line; empty when it does not come whole in time and size."""
+    deadline = time.monotonic() + _EXCHANGE_SECONDS
+    head = b""
+    while b"\r\n\r\n" not in head and b"\n\n" not in head:
+        left = deadline - time.monotonic()
+        if left <= 0 or len(head) > _REQUEST_BYTES:
+            return b""
+        connection.settimeout(left)
+        chunk = connection.recv(4096)
+        if not chunk:
+            return b""
+        head += chunk
+    return head
+
+
+class _Listener:
+    """Accepts on one socket; a thread per connection, at most `_CONNECTIONS` of them."""
+
+    def __init__(self, listening: socket.socket, routes: Routes, name: str) -> None:
+        self._socket = listening
+        self._routes = routes
+        self._name = name
+        self._closing = False
+        self._lock = threading.Lock()
+        self._open: dict[threading.Thread, socket.socket] = {}
+        self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        self._thread.join(_CLOSE_SECONDS)
+        self._socket.close()
+        with self._lock:
+            still_open = dict(self._open)
+        for connection in still_open.values():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in still_open:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as exc:
+                if self._closing:
+                    return
+                logger.warning("%s: cannot accept a connection: %s", self._name, exc)
+                time.sleep(0.1)  # out of descriptors, most likely: others must close some first
+                continue
+            self._start(connection)
+
+    def _start(self, connection: socket.socket) -> None:
+        with self._lock:
+            if len(self._open) >= _CONNECTIONS:
+                connection.close()
+                return
+            thread = threading.Thread(target=self._serve, args=(connection,), name=f"{self._name}-client", daemon=True)
+            self._open[thread] = connection
+        try:
+            thread.start()
+        except RuntimeError as exc:  # no more threads
+            logger.warning("%s: cannot serve a connection: %s", self._name, exc)
+            self._forget(thread, connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            _Handler(connection, self._routes)
+        except OSError as exc:
+            logger.debug("%s: client gone: %s", self._name, exc)
+        except Exception:  # top of a thread
+            logger.exception("%s: request failed", self._name)
+        finally:
+            self._forget(threading.current_thread(), connection)
+
+    def _forget(self, thread: threading.Thread, connection: socket.socket) -> None:
+        with self._lock:
+            self._open.pop(thread, None)
+        connection.close()
+
+
+def _bind_tcp(host: str, port: int) -> socket.socket:
+    """A listening socket at host:port, or at the next free port."""
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as exc:
+        raise UsageError(f"--http: host {host!r} is not known here: {exc}") from exc
+    refusal: OSError | None = None
+    for family, _, _, _, place in found:
+        try:
+            listening = _first_free(family, place)
+        except OSError as exc:
+            refusal = exc  # such as a name that resolves to ::1 first on a machine without it
+            continue
+        used = listening.getsockname()[1]
+        if port and used != port:
+            logger.warning("--http: port %d is taken; serving on port %d", port, used)
+        return listening
+    raise UsageError(f"--http: cannot listen on {host}:{port}: {refusal and refusal.strerror}") from refusal
+
+
+def _first_free(family: int, place: Any) -> socket.socket:
+    """A socket at `place`, at one of the ports after it, or at any."""
+    host, port, *rest = place
+    for candidate in range(port, min(port + _PORTS_TRIED, 65535) + 1):
+        try:
+            return _listen(socket.socket(family, socket.SOCK_STREAM), (host, candidate, *rest))
+        except OSError as exc:
+            if exc.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+    return _listen(socket.socket(family, socket.SOCK_STREAM), (host, 0, *rest))
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """A listening socket at `path` for this user alone; one left by a dead agent of the same pid is replaced."""
+    path.unlink(missing_ok=True)
+    with socket_address(path) as address:
+        listening = _listen(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), address)
+    path.chmod(0o600)
+    return listening
+
+
+def _listen(made: socket.socket, address: Any) -> socket.socket:
+    try:
+        if made.family != socket.AF_UNIX:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(64)
+    except BaseException:
+        made.close()
+        raise
+    return made

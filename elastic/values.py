@@ -1,0 +1,113 @@
+"""Single values as people write them: seconds, ranges, addresses, intervals. Pure; used as argparse types.
+
+Each raises argparse.ArgumentTypeError with what is wrong and how it is written rightly.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from argparse import ArgumentTypeError
+from typing import Any
+
+ETCD_PORT = 2379
+
+
+def seconds(text: str) -> float:
+    """A time in seconds; fractions are fine, below zero and endless are not."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a number of seconds") from None
+    if not math.isfinite(value) or value < 0:
+        raise ArgumentTypeError(f"{text!r} must be a finite number of seconds, 0 or more")
+    return value
+
+
+def whole_seconds(text: str) -> int:
+    """etcd grants leases by the second."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} must be whole seconds (etcd's grain), such as 5") from None
+
+
+def node_range(text: str) -> tuple[int, int]:
+    """`MIN:MAX` or one number for both."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip(), re.ASCII)
+    if match is None:
+        raise ArgumentTypeError(f"{text!r} is not a number of nodes or MIN:MAX")
+    low, high = int(match[1]), int(match[2] or match[1])
+    if not 1 <= low <= high:
+        raise ArgumentTypeError(f"{text!r} must have 1 <= MIN <= MAX")
+    return low, high
+
+
+def interval(text: str) -> str:
+    """`100` = every 100 steps, `30s` or `0.5s` = every so many seconds. Kept as text; the session reads it."""
+    match = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?|\.\d+)s", text.strip(), re.ASCII)
+    if match is None:
+        raise ArgumentTypeError(f"{text!r} is neither a number of steps (100) nor a time (30s)")
+    if float(match[1] or match[2]) == 0:
+        raise ArgumentTypeError(f"{text!r} must be more than 0; leave it out for no checkpoints")
+    return text.strip()
+
+
+def names(text: str) -> list[str]:
+    """Module names separated by commas."""
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    for name in found:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ArgumentTypeError(f"{name!r} is not a module's name")
+    return found
+
+
+def address(text: str) -> tuple[str, int]:
+    """`HOST:PORT`, `[IPV6]:PORT`, `:PORT` (all interfaces) or `PORT` (this host only)."""
+    host, colon, port = text.strip().rpartition(":")
+    if not re.fullmatch(r"\d{1,5}", port, re.ASCII) or int(port) > 65535:
+        raise ArgumentTypeError(f"{text!r} is not HOST:PORT with a port of 0 to 65535")
+    if not colon:
+        return "127.0.0.1", int(port)
+    return _host(text, host) or "0.0.0.0", int(port)
+
+
+def endpoints(text: str) -> str:
+    """`h1,h2:2379,[::1]:2379` with the port that is meant filled in, each once, in the order given."""
+    found = []
+    for part in text.split(","):
+        part = part.strip()
+        if not part:
+            raise ArgumentTypeError(f"{text!r} has an empty part between its commas")
+        if "://" in part:
+            raise ArgumentTypeError(f"{part!r}: write HOST:PORT without a scheme; TLS is chosen by --etcd-ca")
+        host, port = part, str(ETCD_PORT)
+        if re.search(r"[^:\]]:[^:\]]*$|\]:", part) and not re.fullmatch(
+            r"[0-9a-fA-F]*:[0-9a-fA-F:]*:[0-9a-fA-F:.]*", part
+        ):
+            host, _, port = part.rpartition(":")
+        if not re.fullmatch(r"\d{1,5}", port, re.ASCII) or not 1 <= int(port) <= 65535 or not _host(part, host):
+            raise ArgumentTypeError(f"{part!r} is not HOST:PORT with a port of 1 to 65535")
+        bare = _host(part, host)
+        found.append(f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}")
+    return ",".join(dict.fromkeys(found))
+
+
+def _host(text: str, host: str) -> str:
+    """Without the brackets of an IPv6 literal."""
+    if host.startswith("[") and host.endswith("]"):
+        return host[1:-1]
+    if "[" in host or "]" in host or re.search(r"[\s/@]", host):
+        raise ArgumentTypeError(f"{text!r} has no valid host; an IPv6 address is written [::1]:PORT")
+    return host
+
+
+def shown(value: Any) -> str:
+    """A value as it is written in a flag."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return ":".join(f"[{part}]" if ":" in str(part) else str(part) for part in dict.fromkeys(value))
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,408 @@
+"""Settings: where they come from, which wins, and every rule that a wrong one breaks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.config import JobConfig, load, settings_digest
+from elastic.errors import UsageError
+
+ETCD = ["--rdzv-backend", "etcd3", "--rdzv-endpoint", "h1:2379", "--rdzv-id", "job"]
+
+
+@pytest.fixture(autouse=True)
+def work_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a script in it, and no settings in the process's own environment."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "file").write_text("")
+    return tmp_path
+
+
+def job_file(text: str, name: str = "job.toml") -> str:
+    Path(name).write_text(text)
+    return name
+
+
+def loaded(*argv: str, **environ: str) -> JobConfig:
+    return load(argv, environ)
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    config = loaded("train.py")
+    assert config == JobConfig(script="train.py", run_id="train", node_id=socket.gethostname())
+    assert (config.max_restarts, config.restart_window_seconds, config.drain_grace_seconds) == (3, 600.0, 120.0)
+    assert (config.lease_ttl_seconds, config.last_call_seconds, config.settle_seconds) == (5, 5.0, 1.0)
+    assert (config.http_host, config.http_port, config.usr1) == ("127.0.0.1", 9431, "save")
+
+
+def test_script_arguments_are_left_alone() -> None:
+    config = loaded("--nproc-per-node", "2", "train.py", "--nnodes", "7", "--config", "x", "--", "-m")
+    assert config.args == ("--nnodes", "7", "--config", "x", "--", "-m")
+    assert (config.nproc_per_node, config.max_nodes) == (2, 1)
+
+
+FLAGS: list[tuple[list[str], str, Any]] = [
+    (["--nproc_per_node", "3"], "nproc_per_node", 3),
+    (["--nproc-per-node=3"], "nproc_per_node", 3),
+    (["--max_restarts", "0"], "max_restarts", 0),
+    (["--rdzv-id", "a-job"], "run_id", "a-job"),
+    (["--role", "trainer"], "role", "trainer"),
+    (["-r", "3"], "redirects", "3"),
+    (["-t", "0:1,1:2"], "tee", "0:1,1:2"),
+    (["--master-port", "29511"], "master_port", 29511),
+    (["--master-addr", "::1"], "master_addr", "::1"),
+    (["--local-addr", "10.0.0.1"], "local_addr", "10.0.0.1"),
+    (["--duplicate-stdout-filters", "a,,b,c"], "duplicate_stdout_filters", ("a,b", "c")),
+    (["--virtual-local-rank"], "virtual_local_rank", True),
+    (["--shutdown-timeout", "0.5"], "shutdown_timeout_seconds", 0.5),
+    (["--node-id", "n1"], "node_id", "n1"),
+    (["--lease-ttl", "2"], "lease_ttl_seconds", 2),
+    (["--lease_ttl", "2"], "lease_ttl_seconds", 2),
+    (["--drain-grace", "0.5"], "drain_grace_seconds", 0.5),
+    (["--hang-timeout", "1.5"], "hang_timeout_seconds", 1.5),
+    (["--settle", "0"], "settle_seconds", 0.0),
+    (["--no-standby"], "standby", False),
+    (["--no_memory_checkpoints"], "memory_checkpoints", False),
+    (["--memory-checkpoints"], "memory_checkpoints", True),
+    (["--preload", "json, xml.dom"], "preload", ("json", "xml.dom")),
+    (["--http", "0.0.0.0:0"], "http_port", 0),
+    (["--http", "[::1]:80"], "http_host", "::1"),
+    (["--http", ":9000"], "http_host", "0.0.0.0"),
+    (["--http", "9000"], "http_port", 9000),
+    (["--usr1", "drain"], "usr1", "drain"),
+    (["--checkpoint-dir", "s3://bucket/x", "--checkpoint-every", "30s"], "checkpoint_every", "30s"),
+    (["--checkpoint-dir", "s3://bucket/x"], "checkpoint_dir", "s3://bucket/x"),
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value"), FLAGS, ids=lambda case: " ".join(case) if isinstance(case, list) else ""
+)
+def test_a_flag_sets_its_field(flags: list[str], field: str, value: Any) -> None:
+    assert getattr(loaded(*flags, "train.py"), field) == value
+
+
+def test_paths_become_absolute_and_may_not_exist_yet(work_directory: Path) -> None:
+    config = loaded("--log-dir", "logs", "--checkpoint-dir", "c/d", "train.py")
+    assert (config.log_dir, config.checkpoint_dir) == (str(work_directory / "logs"), str(work_directory / "c/d"))
+
+
+def test_a_flag_beats_a_variable_beats_the_file_beats_the_default() -> None:
+    path = job_file('max_restarts = 5\nsettle = 5\nrole = "file"\nnnodes = 1\n')
+    variables = {"PET_MAX_RESTARTS": "6", "PET_SETTLE": "6", "PET_CONFIG": path}
+    config = loaded("--max-restarts", "7", "train.py", **variables)
+    assert (config.max_restarts, config.settle_seconds, config.role, config.last_call_seconds) == (7, 6.0, "file", 5.0)
+
+
+def test_a_flag_that_repeats_the_default_still_beats_the_file() -> None:
+    path = job_file("max_restarts = 5\nstandby = false\n")
+    config = loaded("--config", path, "--max-restarts", "3", "--standby", "train.py")
+    assert (config.max_restarts, config.standby) == (3, True)
+
+
+def test_only_the_given_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_MAX_RESTARTS", "9")
+    monkeypatch.setenv("PET_STANDALONE", "rubbish")
+    assert loaded("train.py").max_restarts == 3
+    assert os.environ["PET_MAX_RESTARTS"] == "9"
+
+
+def test_switches_are_set_by_variables() -> None:
+    config = loaded("train.py", PET_STANDBY="0", PET_VIRTUAL_LOCAL_RANK="1")
+    assert (config.standby, config.virtual_local_rank) == (False, True)
+
+
+def test_a_job_file_can_say_everything(work_directory: Path) -> None:
+    path = job_file(
+        'script = "train.py"\nargs = ["--lr", "0.1"]\nnproc_per_node = 2\nlease_ttl = 3\ndrain_grace = 1.5\n'
+        'http = "[::1]:0"\npreload = ["json", "csv"]\ncheckpoint_dir = "ckpt"\ncheckpoint_every = 100\ntee = 3\n'
+        'local_ranks_filter = [0, 1]\nduplicate_stdout_filters = ["a,b"]\nmemory_checkpoints = false\nusr1 = "drain"\n'
+    )
+    config = loaded("--config", path)
+    assert (config.script, config.args, config.nproc_per_node) == ("train.py", ("--lr", "0.1"), 2)
+    assert (config.lease_ttl_seconds, config.drain_grace_seconds, config.tee) == (3, 1.5, "3")
+    assert (config.http_host, config.http_port, config.preload) == ("::1", 0, ("json", "csv"))
+    assert (config.checkpoint_dir, config.checkpoint_every) == (str(work_directory / "ckpt"), "100")
+    assert (config.local_ranks_filter, config.duplicate_stdout_filters) == ("0,1", ("a,b",))
+    assert (config.memory_checkpoints, config.usr1) == (False, "drain")
+
+
+def test_a_job_file_can_name_a_module() -> None:
+    config = loaded("--config", job_file('module = "json.tool"\nargs = ["x"]\n'))
+    assert (config.script, config.module, config.args, config.run_id) == ("json.tool", True, ("x",), "json.tool")
+
+
+def test_a_script_on_the_command_line_replaces_what_the_file_runs() -> None:
+    config = loaded("--config", job_file('module = "json.tool"\nargs = ["x"]\n'), "train.py")
+    assert (config.script, config.module, config.args) == ("train.py", False, ())
+
+
+@pytest.mark.parametrize(
+    ("argv", "run_id"),
+    [
+        (["train.py"], "train"),
+        (["-m", "json.tool"], "json.tool"),
+        (["sub dir/my train!.py"], "my-train"),
+        (["--rdzv-id", "x", "train.py"], "x"),
+    ],
+)
+def test_a_job_without_a_name_is_called_after_what_it_runs(argv: list[str], run_id: str) -> None:
+    Path("sub dir").mkdir()
+    Path("sub dir/my train!.py").write_text("")
+    assert loaded(*argv).run_id == run_id
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--standalone"],
+        ["--standalone", "--nnodes=1"],
+        ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
+        ["--standalone", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
+        ["--rdzv-backend=static", "--master-port=29500", "--nnodes=1:1"],
+        ["--rdzv-endpoint=host:29400"],
+    ],
+    ids=" ".join,
+)
+def test_what_torchrun_scripts_say_for_one_node_means_standalone(flags: list[str]) -> None:
+    config = loaded(*flags, "train.py")
+    assert (config.rdzv_backend, config.rdzv_endpoint, config.max_nodes) == ("standalone", "", 1)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "meant"),
+    [
+        ("h1,h2:2380,h3:2379", "h1:2379,h2:2380,h3:2379"),
+        ("h1:2379, h1:2379", "h1:2379"),
+        ("[::1]:2379,::1,[fe80::1]", "[::1]:2379,[fe80::1]:2379"),
+        ("10.0.0.1", "10.0.0.1:2379"),
+    ],
+)
+def test_etcd_endpoints_get_their_port(endpoint: str, meant: str) -> None:
+    config = loaded("--rdzv-backend=etcd3", "--rdzv-id=j", "--nnodes=2:3", "--rdzv-endpoint", endpoint, "train.py")
+    assert (config.rdzv_backend, config.rdzv_endpoint) == ("etcd3", meant)
+    assert (config.min_nodes, config.max_nodes) == (2, 3)
+
+
+def test_shutdown_timeout_follows_torchruns_variable() -> None:
+    assert loaded("train.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").shutdown_timeout_seconds == 7
+    assert loaded("--shutdown-timeout=2", "train.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").shutdown_timeout_seconds == 2
+    with pytest.raises(UsageError, match=r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT: 'x'"):
+        loaded("train.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="x")
+
+
+def test_workers_can_be_counted_by_torch() -> None:
+    assert loaded("--nproc-per-node=cpu", "train.py").nproc_per_node == os.cpu_count()
+
+
+WRONG: list[tuple[list[str], str]] = [
+    ([], "nothing to run"),
+    ([""], "nothing to run"),
+    (["gone.py"], r"script 'gone\.py' does not exist \(in /"),
+    (["empty"], r"script 'empty' is a directory without a __main__\.py"),
+    (["--no-python", "no-such-program"], r"program 'no-such-program' \(--no-python\)"),
+    (["-m", "no_such_package.sub"], r"module 'no_such_package\.sub': no 'no_such_package'"),
+    (["-m", "train.py"], r"module 'train\.py' is a file: leave out -m"),
+    (["-m", "dir/train"], "'dir/train' is not a module's name"),
+    (["-m", "--no-python", "json"], "--no-python contradicts --module"),
+    (["-m", "--run-path", "json"], "--run-path contradicts --module"),
+    (["--bogus", "train.py"], "unrecognized arguments: --bogus"),
+    (["--lease-tll", "3", "train.py"], "--lease-tll; did you mean --lease-ttl"),
+    (["--max-restarts", "x", "train.py"], "--max-restarts/--max_restarts: invalid int value: 'x'"),
+    (["--max-restarts", "-1", "train.py"], "--max-restarts=-1 must be 0 or more"),
+    (["--nproc-per-node", "0", "train.py"], "--nproc-per-node=0 gives 0 workers"),
+    (["--nproc-per-node", "-2", "train.py"], "--nproc-per-node=-2"),
+    (["--nproc-per-node", "many", "train.py"], "--nproc-per-node=many: .*auto, cpu, gpu or a number"),
+    (["--nnodes", "0", "train.py"], "'0' must have 1 <= MIN <= MAX"),
+    (["--nnodes", "3:2", "train.py"], "'3:2' must have 1 <= MIN <= MAX"),
+    (["--nnodes", "1:2:3", "train.py"], "'1:2:3' is not a number of nodes or MIN:MAX"),
+    (["--nnodes", "2", "train.py"], "--nnodes=2 needs a store .*--rdzv-backend etcd3"),
+    (["--nnodes", "1:2", "--rdzv-backend=c10d", "train.py"], "--nnodes=1:2 .*--rdzv-backend=c10d .*etcd3"),
+    (["--rdzv-backend", "etcd4", "train.py"], "--rdzv-backend=etcd4 is not known"),
+    (["--rdzv-backend", "etcd3", "--rdzv-id", "j", "train.py"], "needs --rdzv-endpoint"),
+    (["--rdzv-backend", "etcd3", "--rdzv-endpoint", "h", "train.py"], "needs --rdzv-id"),
+    (["--rdzv-backend", "etcd3", "--rdzv-endpoint", "http://h:1", "--rdzv-id=j", "train.py"], "without a scheme"),
+    (["--rdzv-backend", "etcd3", "--rdzv-endpoint", "h:x", "--rdzv-id=j", "train.py"], "'h:x' is not HOST:PORT"),
+    (["--rdzv-backend", "etcd3", "--rdzv-endpoint", "h:1,,", "--rdzv-id=j", "train.py"], "empty part"),
+    (["--rdzv-conf", "abc", "train.py"], "--rdzv-conf=abc is not KEY=VALUE"),
+    (["--standalone", "--rdzv-endpoint", "h1:29400", "train.py"], "--standalone contradicts --rdzv-endpoint=h1:29400"),
+    (["--standalone", "--nnodes=2", "train.py"], "--standalone contradicts --nnodes=2"),
+    (["--standalone", *ETCD, "train.py"], "--standalone contradicts --rdzv-backend=etcd3"),
+    (["--master-port", "70000", "train.py"], "--master-port=70000"),
+    (["--rdzv-id", "a/b", "train.py"], "--rdzv-id=a/b: a name has"),
+    (["--rdzv-id", "", "--rdzv-backend=etcd3", "--rdzv-endpoint=h", "train.py"], "needs --rdzv-id"),
+    (["--node-id", "a b", "train.py"], "--node-id=a b: a name has"),
+    (["--lease-ttl", "1", "train.py"], "--lease-ttl=1 must be 2 seconds or more"),
+    (["--lease-ttl", "2.5", "train.py"], "'2.5' must be whole seconds"),
+    (["--drain-grace", "0", "train.py"], "--drain-grace=0 must be more than 0"),
+    (["--drain-grace", "nan", "train.py"], "'nan' must be a finite"),
+    (["--restart-window", "0", "train.py"], "--restart-window=0 must be more than 0"),
+    (["--restart-window", "inf", "train.py"], "'inf' must be a finite"),
+    (["--hang-timeout", "-1", "train.py"], "'-1' must be a finite number of seconds, 0 or more"),
+    (["--shutdown-timeout", "-1", "train.py"], "--shutdown-timeout"),
+    ([*ETCD, "--join-timeout", "4", "train.py"], "--last-call=5 .the default. must be shorter than --join-timeout=4"),
+    ([*ETCD, "--join-timeout", "3", "--last-call=1", "train.py"], "--lease-ttl=5 .the default. must be shorter"),
+    ([*ETCD, "--etcd-cert", "file", "train.py"], "--etcd-cert=file needs --etcd-key"),
+    ([*ETCD, "--etcd-key", "file", "train.py"], "--etcd-key=file needs --etcd-cert"),
+    ([*ETCD, "--etcd-cert=file", "--etcd-key=file", "train.py"], "--etcd-cert=file needs --etcd-ca"),
+    ([*ETCD, "--etcd-ca", "gone.pem", "train.py"], r"--etcd-ca=gone\.pem does not exist"),
+    ([*ETCD, "--etcd-user", "u", "train.py"], "--etcd-user=u .*ELASTICD_ETCD_PASSWORD"),
+    (["--checkpoint-every", "100", "train.py"], "--checkpoint-every=100 needs --checkpoint-dir"),
+    (["--checkpoint-dir=c", "--checkpoint-every", "5m", "train.py"], "'5m' is neither a number of steps"),
+    (["--checkpoint-dir=c", "--checkpoint-every", "0", "train.py"], "'0' must be more than 0"),
+    (["--checkpoint-dir=c", "--checkpoint-every", "0.0s", "train.py"], "must be more than 0"),
+    (["--checkpoint-dir", "file", "train.py"], "--checkpoint-dir=file is a file"),
+    (["--log-dir", "file", "train.py"], "--log-dir=file is a file"),
+    (["--redirects", "4", "train.py"], "--redirects=4 is neither"),
+    (["--tee", "x:1", "train.py"], "--tee=x:1 is neither"),
+    (["--local-ranks-filter", "a", "train.py"], "--local-ranks-filter=a is not a list"),
+    (["--local-ranks-filter", "0,2", "--nproc-per-node=2", "train.py"], "no local rank 2 among 2 workers"),
+    (["--logs-specs", "nobodys", "train.py"], "--logs-specs=nobodys: no installed package"),
+    (["--http", "host", "train.py"], "'host' is not HOST:PORT"),
+    (["--http", "h:70000", "train.py"], "'h:70000' is not HOST:PORT"),
+    (["--http", "a b:1", "train.py"], "no valid host"),
+    (["--usr1", "kill", "train.py"], "--usr1: invalid choice: 'kill'"),
+    (["--start-method", "thread", "train.py"], "--start-method.*invalid choice"),
+    (["--preload", "a-b", "train.py"], "'a-b' is not a module's name"),
+    (["--config", "gone.toml", "train.py"], r"cannot read job file gone\.toml: No such file"),
+    (["--config", ".", "train.py"], r"cannot read job file \.: Is a directory"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), WRONG, ids=lambda case: " ".join(case) if isinstance(case, list) else "")
+def test_a_wrong_command_line_is_refused_by_name(argv: list[str], message: str) -> None:
+    Path("empty").mkdir()
+    with pytest.raises(UsageError, match=message) as caught:
+        loaded(*argv)
+    assert "\n" not in str(caught.value)
+
+
+WRONG_FILES: list[tuple[bytes, str]] = [
+    (b"lease-ttl = 3", r"job\.toml: unknown key 'lease-ttl'; did you mean 'lease_ttl'"),
+    (b"max_restart = 3", "unknown key 'max_restart'; did you mean 'max_restarts'"),
+    (b"qwertyuiop = 3", "unknown key 'qwertyuiop'; keys are the flags' names"),
+    (b"config = 'x'", "unknown key 'config'"),
+    (b"training_script = 'x'", "unknown key 'training_script'; write script"),
+    (b"[nccl]\nx = 1", r"table \[nccl\] is not supported"),
+    (b"[env]\nA = 'x'", r"table \[env\] is not supported"),
+    (b"max_restarts = '3'", "max_restarts = '3' must be a whole number"),
+    (b"max_restarts = 1.5", "max_restarts = 1.5 must be a whole number"),
+    (b"max_restarts = true", "max_restarts = True must be a whole number"),
+    (b"max_restarts = -1", r"max_restarts = -1 in job\.toml must be 0 or more"),
+    (b"lease_ttl = 2.5", "lease_ttl = 2.5 must be a whole number"),
+    (b"settle = '1'", "settle = '1' must be a number"),
+    (b"settle = nan", "settle = nan: 'nan' must be a finite"),
+    (b"standby = 1", "standby = 1 must be true or false"),
+    (b"role = 3", "role = 3 must be a string"),
+    (b"role = ['a']", r"role = \['a'\] must be a string"),
+    (b"preload = [1]", r"preload = \[1\] must be an array of strings"),
+    (b"usr1 = 'stop'", "usr1 = 'stop': choose one of save, drain"),
+    (b"nnodes = 2", r"nnodes = 2 in job\.toml needs a store"),
+    (b"nnodes = '2:1'", "nnodes = '2:1': '2:1' must have"),
+    (b"standby = \n", r"job\.toml is not valid TOML: .*line 1"),
+    (b"role = 'a'\nrole = 'b'\n", r"job\.toml is not valid TOML: .*line 2"),
+    (b"# a\nrole = '\xff'", r"job\.toml is not UTF-8 \(line 2\)"),
+    (b"script = 'train.py'\nmodule = 'json'", "script = 'train.py' and module = 'json': give one"),
+    (b"module = true", "module = True must be a string"),
+    (b"args = ['x']", "args needs script or module"),
+    (b"script = 'train.py'\nargs = [1]", r"args = \[1\] must be an array of strings"),
+    (b"script = 'train.py'\nargs = 'x'", "args = 'x' must be an array of strings"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), WRONG_FILES, ids=lambda case: repr(case)[:50])
+def test_a_wrong_job_file_is_refused_by_key_or_line(content: bytes, message: str) -> None:
+    Path("job.toml").write_bytes(content)
+    argv = ["--config", "job.toml"] + ([] if b"script" in content or b"module" in content else ["train.py"])
+    with pytest.raises(UsageError, match=message) as caught:
+        loaded(*argv)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_job_file_that_names_a_missing_script_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"script 'gone\.py' does not exist"):
+        loaded("--config", job_file('script = "gone.py"\n'))
+
+
+def test_a_module_flag_without_a_module_does_not_turn_the_files_script_into_one() -> None:
+    path = job_file('script = "train.py"\n')
+    with pytest.raises(UsageError, match="needs its module on the command line"):
+        loaded("--config", path, "-m")
+    with pytest.raises(UsageError, match="needs its module on the command line"):
+        loaded("--config", path, PET_MODULE="1")
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"PET_MAX_RESTARTS": "x"}, "PET_MAX_RESTARTS=x: invalid int"),
+        ({"PET_MAX_RESTARTS": "-1"}, "PET_MAX_RESTARTS=-1 must be 0 or more"),
+        ({"PET_STANDALONE": "yes"}, "PET_STANDALONE=yes: must be 0 or 1"),
+        ({"PET_STANDBY": ""}, "PET_STANDBY=: must be 0 or 1"),
+        ({"PET_USR1": "no"}, "PET_USR1=no: choose one of save, drain"),
+        ({"PET_LEASE_TTL": "1"}, "PET_LEASE_TTL=1 must be 2 seconds"),
+        ({"PET_NNODES": "2:1"}, "PET_NNODES=2:1: '2:1' must have"),
+        ({"PET_CONFIG": "gone.toml"}, r"cannot read job file gone\.toml"),
+    ],
+)
+def test_a_wrong_variable_is_refused_by_name(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        loaded("train.py", **variables)
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (["--monitor-interval", "0.5"], "--monitor-interval=0.5"),
+        (["--node-rank", "1"], "--node-rank=1"),
+        (["--event-log-handler", "console"], "--event-log-handler=console"),
+        (["--signals-to-handle", "SIGUSR2"], "--signals-to-handle=SIGUSR2"),
+        (["--start-method", "fork"], "--start-method=fork"),
+        (["--rdzv-backend", "c10d"], "--rdzv-backend=c10d"),
+        (["--etcd-user", "u"], "--etcd-user=u"),
+    ],
+)
+def test_a_flag_without_effect_says_so_once(flags: list[str], name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "elastic"):
+        loaded(*flags, "train.py")
+    said = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith(name)
+
+
+def test_flags_at_their_defaults_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "elastic"):
+        loaded("train.py")
+    assert not [record for record in caplog.records if record.name.startswith("elastic")]
+
+
+def test_the_digest_is_equal_for_nodes_that_may_differ_and_unequal_for_what_must_not() -> None:
+    digest = settings_digest(loaded(*ETCD, "train.py", "--data", "/a"))
+    assert settings_digest(loaded(*ETCD, "--node-id=other", "--nproc-per-node=2", "train.py", "--data", "/b")) == digest
+    for flags in (["--nnodes=1:2"], ["--max-restarts=9"], ["--lease-ttl=9"], ["--drain-grace=9"]):
+        assert settings_digest(loaded(*ETCD, *flags, "train.py")) != digest
+
+
+def test_help_lists_torchruns_flags_and_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        loaded("--help")
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    for part in (
+        "torchrun's options",
+        "--nproc-per-node",
+        "elasticd: nodes",
+        "--lease-ttl",
+        "--checkpoint-dir",
+        "--etcd-ca",
+    ):
+        assert part in shown

@@ -1,0 +1,243 @@
+"""The agent's HTTP server, over TCP and its unix socket, with friendly and hostile clients."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic import runtime
+from elastic.errors import UsageError
+from elastic.metrics import server as server_module
+from elastic.metrics.server import StatusServer
+from elastic.status import JobStatus
+
+
+class Job:
+    """The agent's side, as the server sees it."""
+
+    def __init__(self) -> None:
+        self.state: Any = "running"
+        self.alive = True
+
+    def status(self) -> JobStatus:
+        if self.state == "broken":
+            raise RuntimeError("no status today")
+        return JobStatus(run_id="train", incarnation="a", node_id="n", state=self.state)
+
+    def healthy(self) -> bool:
+        return self.alive
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return runtime.socket_path(tmp_path, 1)
+
+
+@pytest.fixture
+def server(job: Job, path: Path) -> Iterator[StatusServer]:
+    made = StatusServer("127.0.0.1", 0, path, job.status, job.healthy)
+    yield made
+    made.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("elasticd-http")]
+
+
+def ask(server: StatusServer, target: str, method: str = "GET", host: str = "127.0.0.1") -> tuple[int, str]:
+    connection = http.client.HTTPConnection(host, server.port, timeout=10)
+    try:
+        connection.request(method, target)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+def ask_raw(connection: socket.socket, request: bytes) -> bytes:
+    """Everything the server sends until it closes; empty when it closes without a word."""
+    with connection:
+        try:
+            connection.sendall(request)
+            received = b""
+            while chunk := connection.recv(65536):
+                received += chunk
+        except ConnectionError:
+            return b""
+        return received
+
+
+def tcp(server: StatusServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
+def test_status_is_the_same_on_tcp_and_on_the_socket(server: StatusServer, job: Job, path: Path) -> None:
+    code, body = ask(server, "/status")
+    answer = ask_raw(runtime.connect(path, 10), b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (code, json.loads(body)) == (200, job.status().to_json())
+    assert answer.partition(b"\r\n\r\n")[2].decode() == body
+
+
+def test_healthz_follows_the_loop_and_not_the_state(server: StatusServer, job: Job) -> None:
+    job.state = "waiting"
+    assert ask(server, "/healthz")[0] == 200
+    job.alive = False
+    assert ask(server, "/healthz")[0] == 503
+
+
+@pytest.mark.parametrize(
+    "state", ["joining", "waiting", "spare", "starting", "running", "draining", "stopped", "closed"]
+)
+def test_readyz_is_200_only_while_running(server: StatusServer, job: Job, state: str) -> None:
+    job.state = state
+    assert ask(server, "/readyz") == (200 if state == "running" else 503, f"{state}\n")
+
+
+def test_an_unknown_path_lists_the_known_ones(server: StatusServer) -> None:
+    code, body = ask(server, "/nothing")
+    assert code == 404
+    assert "/healthz /readyz /status" in body
+
+
+def test_a_query_is_ignored_and_head_has_no_body(server: StatusServer) -> None:
+    assert ask(server, "/healthz?x=1")[0] == 200
+    assert ask(server, "/healthz", method="HEAD") == (200, "")
+    assert ask(server, "/healthz", method="POST")[0] == 501
+
+
+def test_trouble_of_the_agent_is_a_500_and_the_server_lives(
+    server: StatusServer, job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.state = "broken"
+    assert ask(server, "/status")[0] == 500
+    assert "no status today" in caplog.text
+    job.state = "running"
+    assert ask(server, "/status")[0] == 200
+
+
+def test_a_busy_port_is_a_warning_and_the_next_free_one(
+    server: StatusServer, job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        second = StatusServer("127.0.0.1", server.port, None, job.status, job.healthy)
+    try:
+        assert second.port > server.port
+        assert f"port {server.port} is taken; serving on port {second.port}" in caplog.text
+        assert ask(second, "/healthz")[0] == 200
+    finally:
+        second.close()
+
+
+def test_a_port_is_free_again_once_the_server_is_closed(job: Job) -> None:
+    first = StatusServer("127.0.0.1", 0, None, job.status, job.healthy)
+    ask(first, "/healthz")
+    first.close()
+    second = StatusServer("127.0.0.1", first.port, None, job.status, job.healthy)
+    second.close()
+    assert second.port == first.port
+
+
+def test_an_ipv6_literal_is_a_host(job: Job) -> None:
+    made = StatusServer("::1", 0, None, job.status, job.healthy)
+    try:
+        assert ask(made, "/healthz", host="::1")[0] == 200
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "203.0.113.1"])
+def test_a_host_that_is_not_ours_is_refused_by_name(job: Job, host: str) -> None:
+    with pytest.raises(UsageError, match=rf"--http: .*{host}"):
+        StatusServer(host, 0, None, job.status, job.healthy)
+
+
+def test_the_socket_replaces_a_dead_agents_and_goes_with_the_server(job: Job, path: Path) -> None:
+    path.touch()
+    made = StatusServer("127.0.0.1", 0, path, job.status, job.healthy)
+    assert path.is_socket()
+    assert path.stat().st_mode & 0o777 == 0o600
+    made.close()
+    assert not path.exists()
+
+
+def test_a_socket_that_cannot_be_made_leaves_no_server_behind(job: Job, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"status socket .*gone/1\.sock: No such file"):
+        StatusServer("127.0.0.1", 0, tmp_path / "gone" / "1.sock", job.status, job.healthy)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("elasticd-http")]
+
+
+def test_silent_clients_do_not_keep_others_waiting(server: StatusServer) -> None:
+    silent = [tcp(server) for _ in range(10)]
+    for number, connection in enumerate(silent):
+        connection.sendall(b"GET /sta" if number % 2 else b"")
+    began = time.monotonic()
+    assert ask(server, "/healthz")[0] == 200
+    assert time.monotonic() - began < 2
+    for connection in silent:
+        connection.close()
+
+
+def test_clients_beyond_the_limit_are_turned_away_and_come_in_again_later(server: StatusServer, path: Path) -> None:
+    silent = [tcp(server) for _ in range(server_module._CONNECTIONS)]
+    for connection in silent:
+        connection.sendall(b"G")
+    assert ask_raw(tcp(server), b"GET /healthz HTTP/1.1\r\n\r\n") == b""
+    assert b" 200 " in ask_raw(runtime.connect(path, 10), b"GET /healthz HTTP/1.1\r\n\r\n")
+    for connection in silent:
+        connection.close()
+    deadline = time.monotonic() + 10
+    while b" 200 " not in ask_raw(tcp(server), b"GET /healthz HTTP/1.1\r\n\r\n"):
+        assert time.monotonic() < deadline
+
+
+def test_a_client_that_drips_its_request_is_cut_off(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_EXCHANGE_SECONDS", 0.3)
+    made = StatusServer("127.0.0.1", 0, None, job.status, job.healthy)
+    try:
+        with tcp(made) as dripping:
+            deadline = time.monotonic() + 5
+            with pytest.raises(ConnectionError):
+                while time.monotonic() < deadline:
+                    dripping.sendall(b"x")
+                    time.sleep(0.05)
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"\0" * 20000,
+        b"GET /" + b"a" * 20000,
+        b"\r\n\r\n",
+        b"nonsense\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"\xff\xfe\r\n\r\n",
+    ],
+    ids=["zeros", "long", "empty", "nonsense", "version", "binary"],
+)
+def test_rubbish_does_no_harm(server: StatusServer, request_bytes: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    assert b" 200 " not in ask_raw(tcp(server), request_bytes)
+    assert ask(server, "/healthz")[0] == 200
+    assert "Traceback" not in caplog.text
+
+
+def test_closing_does_not_wait_for_silent_clients(job: Job) -> None:
+    made = StatusServer("127.0.0.1", 0, None, job.status, job.healthy)
+    with tcp(made) as silent:
+        silent.sendall(b"G")
+        began = time.monotonic()
+        made.close()
+        assert time.monotonic() - began < 1
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("elasticd-http")]
