@@ -30,6 +30,10 @@ _NO_EFFECT = {
     "start_method": "workers are fresh processes in every case",
     "event_log_handler": "events are in the log, /status and the metrics",
     "signals_to_handle": "TERM, INT, QUIT, HUP and USR1 have a fixed meaning, see --usr1",
+    "hang_timeout": "this version does not look for hung workers",
+    "standby": "this version starts cold workers",
+    "preload": "this version starts cold workers",
+    "memory_checkpoints": "this version keeps checkpoints on disk alone",
 }
 _ETCD_ONLY = ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user")
 _NAME = re.compile(r"[^\s/\x00-\x1f\x7f]{1,128}")

@@ -83,7 +83,7 @@ def _describe(current: _Open, reports: Sequence[Progress]) -> Incident:
     fresh = [report for report in reports if mark and report.pid and report.started_at > mark]
     all_fresh = fresh if fresh and len(fresh) == len(reports) else []
     restore_began, restore_ended, first_step = (
-        max((getattr(r, name) for r in all_fresh), default=0.0)
+        _last([getattr(report, name) for report in all_fresh])
         for name in ("restore_began_at", "restore_ended_at", "first_step_at")
     )
     marks = [
@@ -116,3 +116,8 @@ def _describe(current: _Open, reports: Sequence[Progress]) -> Incident:
             total=round(first_step - current.failed_at, 4) if first_step else None,
         ),
     )
+
+
+def _last(times: list[float]) -> float:
+    """When the last rank was there; 0 while one is not."""
+    return max(times) if times and all(times) else 0.0

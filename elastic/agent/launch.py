@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from elastic.training.own_checkpoints import own_checkpoints
 from elastic.agent.agent import SIGNALS, Agent
 from elastic.agent.crew import Crew
 from elastic.agent.environment import job_command
@@ -27,6 +26,7 @@ from elastic.rendezvous.handler import MembershipHandler
 from elastic.rendezvous.round import Budget, Node
 from elastic.rendezvous.standalone import Standalone
 from elastic.runtime import runtime_dir, socket_path
+from elastic.training.own_checkpoints import own_checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,9 @@ def run_job(config: JobConfig) -> int:
     with contextlib.closing(mailbox), _instance() as instance:
         keep_open = () if config.checkpoint_dir is None else (instance.lock_job(config.checkpoint_dir),)
         incarnation, nonce = secrets.token_hex(4), secrets.token_hex(16)
-        first_number = 1 + (own_checkpoints("catalog").highest_round(config.checkpoint_dir) if config.checkpoint_dir else 0)
+        first_number = 1 + (
+            own_checkpoints("catalog").highest_round(config.checkpoint_dir) if config.checkpoint_dir else 0
+        )
         membership = Standalone(
             node=Node(node_id=config.node_id, addr="127.0.0.1", slots=config.nproc_per_node),
             incarnation=incarnation,
