@@ -18,7 +18,9 @@ from typing import Any
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "torch._dynamo"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "torch._dynamo", "pytest", "checkpoints.manager"]
+)
 
 KILLED = "killed"
 

@@ -1,0 +1,69 @@
+"""How the ranks of a manager begin: they agree on the round, and that it is not a stale one."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from typing import Any
+
+from .commit import Line
+from .errors import CheckpointError, StaleRoundError
+from .exchange import Exchange, depart
+from .rounds import highest_round, manifests_in, read_rounds
+from .storage import Storage
+
+_SCOPE = "start"
+
+
+def enter(storage: Storage, exchange: Exchange, line: Line, deadline: float) -> Line:
+    """Complete the line with the round (when it is 0: the next free one) and a nonce of this manager. Collective.
+
+    Raises:
+        StaleRoundError: some rank's directory holds a later round, or this one of another incarnation. On every rank.
+        CheckpointError: some rank cannot read its directory.
+    """
+    keys = [f"{_SCOPE}/rank/{rank}" for rank in range(line.world_size)]
+    exchange.put(keys[line.rank], _look(storage, line), deadline)
+    if line.rank == 0:
+        exchange.put(f"{_SCOPE}/verdict", _decide(exchange.get(keys, deadline), line), deadline)
+    (verdict,) = exchange.get([f"{_SCOPE}/verdict"], deadline)
+    keys.append(f"{_SCOPE}/verdict")
+    depart(exchange, _SCOPE, keys, rank=line.rank, world_size=line.world_size, deadline=deadline)
+    if verdict["error"] is not None:
+        raise (StaleRoundError if verdict["stale"] else CheckpointError)(verdict["error"])
+    return dataclasses.replace(line, round=verdict["round"], nonce=verdict["nonce"])
+
+
+def _look(storage: Storage, line: Line) -> dict[str, Any]:
+    """What this rank's directory says of rounds."""
+    try:
+        highest = highest_round(storage, line.directory)
+        stale = None if line.round == 0 else _stale(storage, line)
+    except OSError as exc:
+        return {"error": f"rank {line.rank} cannot read the checkpoint directory: {exc}", "stale": None, "highest": 0}
+    return {"error": None, "stale": stale, "highest": highest}
+
+
+def _stale(storage: Storage, line: Line) -> str | None:
+    later = max((round_ for round_, _ in read_rounds(storage, line.directory)), default=0)
+    if later > line.round:
+        return (
+            f"round {line.round} cannot write to {line.directory}: round {later} has started there. Use a round above "
+            f"{later} (round=None takes the next free one) or another directory"
+        )
+    for manifest in manifests_in(storage, line.directory):
+        foreign = manifest.incarnation != line.incarnation
+        if manifest.round > line.round or (foreign and manifest.round == line.round):
+            return (
+                f"round {line.round} of incarnation {line.incarnation!r} cannot write to {line.directory}: step "
+                f"{manifest.step} there is of round {manifest.round} of incarnation {manifest.incarnation!r}. Use a "
+                f"round above {manifest.round} (round=None takes the next free one) or another directory"
+            )
+    return None
+
+
+def _decide(looks: list[dict[str, Any]], line: Line) -> dict[str, Any]:
+    error = next((look["error"] for look in looks if look["error"] is not None), None)
+    stale = next((look["stale"] for look in looks if look["stale"] is not None), None)
+    round_ = line.round or 1 + max(look["highest"] for look in looks)
+    return {"round": round_, "nonce": secrets.token_hex(4), "error": error or stale, "stale": error is None}

@@ -1,0 +1,45 @@
+"""The exceptions of the checkpoints package.
+
+CheckpointError
++-- UnsupportedStateError      save: a leaf of the state is of a kind that cannot be stored
++-- CheckpointMismatchError    restore: tensors are missing, extra, or of another shape or dtype
++-- FingerprintError           restore: the state counts samples of other data
++-- NoUsableCheckpointError    restore: there are checkpoints and none of them is good
++-- StaleRoundError            a later round, or another incarnation's, was here already
++-- CorruptCheckpointError     one checkpoint did not verify; a restore falls back and says so
++-- CoordinationError          a peer or the store did not answer in time
+"""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class UnsupportedStateError(CheckpointError):
+    """A leaf of the state is of a kind that cannot be stored without pickle; the message has its full key."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """The checkpoint's tensors are not those of the live state; the message lists them."""
+
+
+class FingerprintError(CheckpointError):
+    """The checkpoint was made from other data than the one at hand."""
+
+
+class NoUsableCheckpointError(CheckpointError):
+    """There are checkpoints and none of them can be restored; the message lists each with its reason."""
+
+
+class StaleRoundError(CheckpointError):
+    """The directory holds states of a later round, or of the same round of another incarnation."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A file of a checkpoint is missing, damaged or foreign."""
+
+
+class CoordinationError(CheckpointError):
+    """A peer or the store did not answer by the deadline, or the store is gone."""

@@ -1,0 +1,280 @@
+"""CheckpointManager: save, wait, restore, close.
+
+`save` copies this rank's share and returns; the background thread writes, commits and applies retention. All methods
+are called from one thread, by every rank in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+
+from .background import Background, CommitResult, Policy
+from .commit import Job, Line
+from .enter import enter
+from .errors import CheckpointError, CoordinationError, UnsupportedStateError
+from .exchange import Exchange, LocalExchange, Store, StoreExchange
+from .publish import sweep
+from .restore import Request, Restore, Restored
+from .rounds import record_round
+from .snapshot import Snapshot, Snapshotter, stored_bytes
+from .storage import Storage, open_storage
+from .tree import Nested
+
+logger = logging.getLogger(__name__)
+_CLOSE_GRACE_SECONDS = 5.0  # beyond the deadline of the commit in flight
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A save whose bytes are safe from the training loop. The commit goes on in the background."""
+
+    step: int
+    bytes: int
+    stall_seconds: float
+
+
+class CheckpointManager:
+    """The checkpoints of one run in one directory. The constructor is collective, like `save` and `restore`.
+
+    Args:
+        directory: a path or an fsspec URL; shared by all ranks, or one per node.
+        store: needed when `world_size` > 1. It is cloned; keys of ours are under "checkpoints/".
+        round: a number that grows whenever the ranks are started anew; None takes 1 + the highest in the directory.
+        fence: seconds until this node may be considered lost by its peers; nothing is published without time left.
+        keep_last: how many of the newest checkpoints retention keeps.
+        keep_every: keep those whose step is a multiple of it as well.
+        commit_timeout_seconds: how long a commit, and each wait for the other ranks, may take.
+        storage: another implementation of the file operations.
+        on_result: called after each commit, on the background thread of every rank.
+
+    Raises:
+        StaleRoundError: the directory holds a later round, or this one of another incarnation.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        store: Store | None = None,
+        run_id: str = "",
+        incarnation: str = "",
+        round: int | None = None,
+        fence: Callable[[], float] | None = None,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+        commit_timeout_seconds: float = 600.0,
+        storage: Storage | None = None,
+        on_result: Callable[[CommitResult], None] | None = None,
+    ) -> None:
+        _check_arguments(rank, world_size, store, keep_last, keep_every, commit_timeout_seconds)
+        default, path = open_storage(directory)
+        self._storage = storage if storage is not None else default
+        self._timeout = commit_timeout_seconds
+        self._exchange = _open_exchange(store, rank, world_size, self._deadline())
+        line = Line(
+            run_id=run_id,
+            incarnation=incarnation,
+            round=round or 0,
+            base_step=0,
+            rank=rank,
+            world_size=world_size,
+            directory=path,
+            nonce="",
+        )
+        policy = Policy(
+            fence=fence if fence is not None else lambda: math.inf,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            on_result=on_result,
+        )
+        self._background = Background(self._storage, self._exchange, policy)
+        try:
+            self._line = enter(self._storage, self._exchange, line, self._deadline())
+            self._find_groups()
+        except BaseException:
+            self._exchange.close()
+            raise
+        self._snapshotter = Snapshotter()
+        self._saves = self._restores = 0
+        self._closed = False
+
+    @property
+    def round(self) -> int:
+        """The round that this manager's commits belong to."""
+        return self._line.round
+
+    @property
+    def busy(self) -> bool:
+        """A commit of ours is in flight; a save would wait for it first."""
+        return self._background.busy
+
+    def restore(
+        self, like: Nested | None = None, *, fingerprint: str | None = None, allow_fresh_start: bool = False
+    ) -> Restored | None:
+        """The newest good state that every rank can read; None when there is no checkpoint at all. Collective.
+
+        What cannot be used is passed over for the next older state of the line, with a warning and in `skipped`.
+
+        Args:
+            like: under each of its top-level keys the checkpoint must have exactly its tensors.
+            fingerprint: of the data at hand; must be the checkpoint's, if that has one.
+            allow_fresh_start: None also when there are checkpoints and none is good.
+
+        Raises:
+            CheckpointMismatchError, FingerprintError, NoUsableCheckpointError: on every rank alike.
+            CoordinationError: a rank or the store did not answer.
+        """
+        self.wait()
+        if self._is_leader:
+            self._sweep()
+        request = Request(like=like, fingerprint=fingerprint, allow_fresh_start=allow_fresh_start)
+        scope = f"restore/{self._restores}"
+        self._restores += 1
+        restore = Restore(self._line, self._storage, self._exchange, request, scope=scope, deadline=self._deadline())
+        restored = restore.run(self._record_round)
+        base_step = restored.step if restored is not None else 0
+        if self._is_leader and self._line.rank != 0:
+            self._record_round(base_step)
+        self._expect(restored.state if restored is not None else like)
+        self._line = dataclasses.replace(self._line, base_step=base_step)
+        logger.info("round %d rank %d starts from step %d", self._line.round, self._line.rank, base_step)
+        return restored
+
+    def save(self, step: int, state: Nested, *, samples: int = 0, fingerprint: str = "") -> Staged:
+        """Copy this rank's share of `state` and commit it in the background. Collective.
+
+        Waits for the commit before it. Only the tensors are shared out; all else is stored as rank 0 has it.
+
+        Raises:
+            UnsupportedStateError: a leaf cannot be stored; the other ranks' commit fails with this reason.
+        """
+        if self._closed:
+            raise CheckpointError("this CheckpointManager is closed; make a new one to save")
+        if step < 0:
+            raise CheckpointError(f"step is {step}; it must not be negative")
+        self._background.wait(self._timeout + _CLOSE_GRACE_SECONDS)
+        started = time.monotonic()
+        snapshot, refusal = self._stage(state)
+        stall_seconds = time.monotonic() - started
+        size = snapshot.plan.layout.size_bytes if snapshot is not None else 0
+        job = Job(
+            number=self._saves,
+            step=step,
+            samples=samples,
+            fingerprint=fingerprint,
+            snapshot=snapshot,
+            data=self._snapshotter.buffer.view(size) if snapshot is not None else memoryview(b""),
+            refusal=str(refusal),
+            groups=self._background.groups(self._line.world_size),
+            started=started,
+            deadline=started + self._timeout,
+        )
+        self._saves += 1
+        self._background.start(job, self._line, stall_seconds)
+        if isinstance(refusal, UnsupportedStateError):
+            raise refusal
+        return Staged(step=step, bytes=size, stall_seconds=stall_seconds)
+
+    def wait(self, timeout_seconds: float | None = None) -> CommitResult | None:
+        """The result of the newest save; None when nothing was saved. Its state is `unknown` when the time is over."""
+        limit = self._timeout + _CLOSE_GRACE_SECONDS
+        return self._background.wait(limit if timeout_seconds is None else timeout_seconds)
+
+    def close(self) -> None:
+        """Wait for the commit in flight (bounded), end the threads and free the staging buffer."""
+        self._closed = True
+        if not self._background.close(self._timeout + _CLOSE_GRACE_SECONDS):
+            logger.error("a commit is stuck in the file system or the store; its thread and buffer are left behind")
+            return
+        self._exchange.close()
+        self._snapshotter.close()
+
+    def _stage(self, state: Nested) -> tuple[Snapshot | None, Exception | None]:
+        """The snapshot, or why there is none: also a rank that cannot stage takes part in the commit, to say so."""
+        groups = self._background.groups(self._line.world_size)
+        members = groups.members(self._line.rank)
+        try:
+            if self.busy:
+                raise CheckpointError("the commit before it is stuck beyond its deadline")
+            writer = members.index(self._line.rank)
+            return self._snapshotter.take(state, writer=writer, writers=len(members)), None
+        except (CheckpointError, OSError, MemoryError) as exc:
+            logger.error("rank %d cannot stage a checkpoint: %s", self._line.rank, exc)
+            return None, exc
+
+    def _find_groups(self) -> None:
+        try:
+            self._background.find_groups(self._line, attempt=0, deadline=self._deadline())
+        except CoordinationError:
+            raise
+        except (CheckpointError, OSError) as exc:
+            logger.error("saves will fail until this is mended: %s", exc)
+
+    def _sweep(self) -> None:
+        line = self._line
+        try:
+            sweep(self._storage, line.directory, line.round)
+        except OSError as exc:
+            logger.warning("what dead commits left in %s stays: %s", line.directory, exc)
+
+    def _expect(self, state: Nested | None) -> None:
+        """The state that will be saved is about this large: let the staging buffer be warm by then."""
+        groups = self._background.groups(self._line.world_size)
+        self._snapshotter.expect(stored_bytes(state), len(groups.members(self._line.rank)))
+
+    @property
+    def _is_leader(self) -> bool:
+        return self._background.groups(self._line.world_size).leaders[self._line.rank] == self._line.rank
+
+    def _record_round(self, base_step: int) -> None:
+        """A leader's, once a restore is decided: what this round will not contain is void from now on."""
+        try:
+            record_round(self._storage, self._line.directory, self._line.round, base_step)
+        except OSError as exc:
+            logger.error("round %d could not be recorded in %s: %s", self._line.round, self._line.directory, exc)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout
+
+
+def _check_arguments(
+    rank: int,
+    world_size: int,
+    store: Store | None,
+    keep_last: int,
+    keep_every: int | None,
+    commit_timeout_seconds: float,
+) -> None:
+    if not 0 <= rank < world_size:
+        raise CheckpointError(f"rank is {rank} and world_size {world_size}; rank must be from 0 to world_size - 1")
+    if world_size > 1 and store is None:
+        raise CheckpointError(
+            f"world_size is {world_size}; several ranks need store=, a torch.distributed store they share"
+        )
+    if keep_last < 1:
+        raise CheckpointError(
+            f"keep_last is {keep_last}; at least the newest checkpoint is kept, so it must be 1 or more"
+        )
+    if keep_every is not None and keep_every < 1:
+        raise CheckpointError(f"keep_every is {keep_every}; it must be 1 or more, or None")
+    if commit_timeout_seconds <= 0:
+        raise CheckpointError(f"commit_timeout_seconds is {commit_timeout_seconds}; it must be positive")
+
+
+def _open_exchange(store: Store | None, rank: int, world_size: int, deadline: float) -> Exchange:
+    """The board of this manager. Managers on one store are told apart by the order in which each rank makes them."""
+    if store is None or world_size == 1:
+        return LocalExchange()
+    counter = StoreExchange(store, "checkpoints/")
+    try:
+        number = counter.count(f"managers/{rank}", deadline)
+    finally:
+        counter.close()
+    return StoreExchange(store, f"checkpoints/{number}/")

@@ -1,0 +1,105 @@
+"""Pure decisions: which state to restore, what is void, which steps may go."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from checkpoints.choose import Candidate, Offer, choose, voiding_round
+from checkpoints.retention import Kept, removable
+from checkpoints.rounds import frontier
+
+
+def state(round_: int, base_step: int, step: int) -> Candidate:
+    return Candidate(name=f"step-{step:012d}", commit=f"r{round_}s{step}", round=round_, base_step=base_step, step=step)
+
+
+def offer(*candidates: Candidate, rounds: tuple[tuple[int, int], ...] = ()) -> Offer:
+    return Offer(candidates=candidates, unsound=(), rounds=rounds)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "rounds", "chosen"),
+    [
+        ((), (), None),
+        (((1, 0, 10), (1, 0, 20)), (), (1, 20)),
+        (((1, 0, 10), (1, 0, 20), (2, 10, 15)), (), (2, 15)),  # 20 is of a line that round 2 left
+        (((1, 0, 10), (1, 0, 20)), ((2, 10),), (1, 10)),  # round 2 never committed, but began
+        (((1, 0, 40), (2, 30, 35)), (), (2, 35)),  # a commit of round 1 thawed in late
+        (((1, 0, 10), (1, 0, 20), (2, 20, 30), (3, 20, 25)), (), (3, 25)),
+        (((1, 0, 10), (2, 10, 20)), ((3, 20), (4, 20)), (2, 20)),
+        (((1, 0, 10),), ((2, 0),), None),  # round 2 was told to start from zero
+    ],
+)
+def test_newest_state_of_the_line_is_chosen(
+    candidates: tuple[tuple[int, int, int], ...], rounds: tuple[tuple[int, int], ...], chosen: tuple[int, int] | None
+) -> None:
+    states = [state(*candidate) for candidate in candidates]
+    for order in itertools.permutations(states):
+        choice = choose([offer(*order, rounds=rounds)], {})
+        assert (choice.chosen and (choice.chosen.round, choice.chosen.step)) == chosen
+
+
+def test_struck_candidate_gives_way_to_the_next_older_of_the_line_with_its_reason() -> None:
+    seen = [offer(state(1, 0, 10), state(1, 0, 20), state(2, 10, 15))]
+    choice = choose(seen, {"r2s15": "damaged"})
+    assert choice.chosen == state(1, 0, 10)
+    assert choice.skipped == (
+        ("step-000000000015", "damaged"),
+        ("step-000000000020", "void: round 2 started from step 10, below it"),
+    )
+
+
+def test_only_what_every_rank_sees_is_eligible_and_the_blind_are_named() -> None:
+    both, one = state(1, 0, 10), state(1, 0, 20)
+    choice = choose([offer(both, one), offer(both), offer(both)], {})
+    assert choice.chosen == both
+    assert "not readable by rank 1, 2" in choice.skipped[0][1]
+
+
+def test_same_step_of_another_commit_is_another_state() -> None:
+    mine, other = state(1, 0, 10), Candidate(name="step-000000000010", commit="x", round=1, base_step=0, step=10)
+    assert choose([offer(mine), offer(other)], {}).chosen is None
+
+
+def test_evidence_of_any_rank_counts() -> None:
+    assert choose([offer(state(1, 0, 20)), offer(state(1, 0, 20), rounds=((2, 10),))], {}).chosen is None
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_pruned_rounds_void_exactly_what_all_of_them_did(seed: int) -> None:
+    entries = [(r, (seed * 7919 + r * r * 31) % 12) for r in range(1, 12)]
+    for round_, step in itertools.product(range(13), range(13)):
+        full = voiding_round(round_, step, entries) is not None
+        assert (voiding_round(round_, step, frontier(entries)) is not None) == full
+    assert max(frontier(entries))[0] == 11
+
+
+def kept(step: int, round_: int = 1, sound: bool = True, void: bool = False) -> Kept:
+    return Kept(name=f"{step}", round=round_, step=step, sound=sound, void=void)
+
+
+@pytest.mark.parametrize(
+    ("steps", "keep_last", "keep_every", "gone"),
+    [
+        ([], 3, None, []),
+        ([kept(s) for s in (1, 2, 3)], 3, None, []),
+        ([kept(s) for s in (1, 2, 3, 4, 5)], 2, None, ["1", "2", "3"]),
+        ([kept(s) for s in (10, 15, 20, 25, 30)], 1, 10, ["15", "25"]),
+        ([kept(1), kept(2), kept(3, sound=False)], 1, None, ["1"]),  # 3 did not verify: neither counted nor removed
+        ([kept(1, sound=False), kept(2)], 1, None, []),
+        ([kept(9, void=True), kept(5, round_=2)], 1, None, ["9"]),
+        ([kept(9, void=True)], 1, None, []),  # no good one is there yet
+        ([kept(0), kept(7)], 1, 5, []),
+    ],
+)
+def test_retention_keeps_the_last_the_every_and_the_unverified(
+    steps: list[Kept], keep_last: int, keep_every: int | None, gone: list[str]
+) -> None:
+    assert removable(steps, keep_last=keep_last, keep_every=keep_every) == gone
+
+
+def test_retention_counts_by_round_before_step() -> None:
+    steps = [kept(30, round_=1), kept(20, round_=2), kept(25, round_=2)]
+    assert removable(steps, keep_last=2, keep_every=None) == ["30"]

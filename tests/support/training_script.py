@@ -1,0 +1,131 @@
+"""A small real training job for fault tests: Trainer, dropout, loader workers, evaluation, ledger and digest.
+
+    training_script.py FOLDER [FAULTS]
+
+FAULTS is JSON: round number -> fault that rank 1 commits in that round at the first step it runs with an even number
+(`import` happens at import). A fault is one of import, step, loader, micro, kill, segv, exit, term.
+Files in FOLDER: `ledger` (a line per rank and step), `digest` (at the end), `now` (what rank 0 is doing).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic.demo.records import LineFile, ledger_record, parameter_digest, write_digest
+from elastic.training.trainer import AppliedStep, Task, Trainer, TrainerConfig
+
+FOLDER = Path(sys.argv[1])
+FAULTS = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+RANK, ROUND = int(os.environ["RANK"]), os.environ["ELASTICD_ROUND"]
+FAULT = FAULTS.get(ROUND, "") if RANK == 1 else ""
+SAMPLES, GLOBAL, MICRO, SEED = 67, 8, 2, 5
+STEPS = int(os.environ.get("TEST_STEPS", "30"))
+SLOW_SECONDS = float(os.environ.get("TEST_STEP_SECONDS", "0.01"))
+
+if FAULT == "import":
+    raise ImportError("broken at import")
+
+
+class Items:
+    """Noise that depends on the item's own seeds, so that a wrong seed shows in the digest."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if FAULT == "loader" and index % 5 == 0:
+            raise RuntimeError(f"item {index} cannot be read")
+        return torch.randn(6) + index / SAMPLES
+
+
+class Job(Task):
+    def __init__(self) -> None:
+        self.ledger = LineFile(FOLDER / "ledger")
+        self.network: nn.Module | None = None
+        self.step = 0
+        self.losses_asked = 0
+
+    def model(self) -> nn.Module:
+        self.network = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1))
+        return self.network
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def dataset(self) -> Items:
+        return Items()
+
+    def loss(self, model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        time.sleep(SLOW_SECONDS)
+        self.losses_asked += 1
+        if self.losses_asked > 5:
+            commit_fault(self.losses_asked)
+        return (model(batch).squeeze(-1) - batch.sum(-1)).square().sum(), len(batch)
+
+    def evaluation_dataset(self) -> Items:
+        return Items()
+
+    def evaluate(self, model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        say("evaluation")
+        time.sleep(5 * SLOW_SECONDS)
+        return (model(batch).squeeze(-1) - batch.sum(-1)).square().sum(), len(batch)
+
+    def on_step(self, step: AppliedStep) -> None:
+        self.ledger.append(ledger_record(step))
+        say("step")
+
+
+def commit_fault(losses_asked: int) -> None:
+    """`micro`: between the two micro-steps of a step; the others in the first."""
+    if FAULT == "micro" and losses_asked % 2 == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if losses_asked % 2 == 0:
+        return
+    if FAULT == "step":
+        raise ValueError("broken at a step")
+    if FAULT == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if FAULT == "segv":
+        ctypes.string_at(0)
+    if FAULT == "exit":
+        os._exit(3)
+    if FAULT == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def say(what: str) -> None:
+    if RANK == 0:
+        (FOLDER / "now").write_text(what)
+
+
+def main() -> None:
+    config = TrainerConfig(
+        global_batch_size=GLOBAL,
+        micro_batch_size=MICRO,
+        steps=STEPS,
+        seed=SEED,
+        evaluate_every=6,
+        evaluation_batch_size=16,
+        loader_workers=1,
+        grad_clip_norm=1.0,
+        schedule="cosine",
+        device="cpu",
+    )
+    job = Job()
+    result = Trainer(job, config).run()
+    if not result.drained and RANK == 0 and job.network is not None:
+        write_digest(FOLDER / "digest", step=result.step, digest=parameter_digest(job.network))
+
+
+if __name__ == "__main__":
+    main()
