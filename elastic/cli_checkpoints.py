@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic.cli_table import human_bytes, table
 from elastic.errors import ElasticError, ExitCode, UsageError
-from elastic.training.own_checkpoints import own_checkpoints
+from elastic.own_checkpoints import own_checkpoints
 
 Entry = dict[str, Any]
 

@@ -22,11 +22,11 @@ from elastic.agent.systemd import Notifier
 from elastic.config import JobConfig
 from elastic.errors import ExitCode
 from elastic.metrics.server import StatusServer
+from elastic.own_checkpoints import own_checkpoints
 from elastic.rendezvous.handler import MembershipHandler
 from elastic.rendezvous.round import Budget, Node
 from elastic.rendezvous.standalone import Standalone
 from elastic.runtime import runtime_dir, socket_path
-from elastic.training.own_checkpoints import own_checkpoints
 
 logger = logging.getLogger(__name__)
 

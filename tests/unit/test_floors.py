@@ -16,7 +16,7 @@ FLOORS = {
     4: {"demo", "doctor", "agent"},
     3: {"training", "metrics", "rendezvous"},
     2: {"config"},
-    1: {"checkpoints", "status", "progress", "runtime"},
+    1: {"checkpoints", "own_checkpoints", "status", "progress", "runtime"},
     0: {"errors"},
 }
 # Files that belong to a room without lying in a directory of its name.

@@ -1,0 +1,95 @@
+"""What the environment says about this worker: torchrun's variables and those of our agent, parsed once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from elastic.errors import UsageError
+from elastic.progress import ENVIRONMENT_KEY as PROGRESS_KEY
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Every:
+    """An interval in steps or in seconds; exactly one is set."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+
+def parse_every(text: str | int, *, name: str) -> Every:
+    """`100` = steps, `30s` or `0.5s` = time.
+
+    Raises:
+        UsageError: anything else; `name` says which setting it was.
+    """
+    word = str(text).strip()
+    try:
+        every = Every(seconds=float(word[:-1])) if word.endswith("s") else Every(steps=int(word))
+        amount = every.seconds if every.steps is None else float(every.steps)
+        if isinstance(text, bool) or amount is None or not math.isfinite(amount) or amount <= 0:
+            raise ValueError(word)
+    except ValueError:
+        raise UsageError(f"{name} is {text!r}; give a number of steps as 100, or a time as 30s") from None
+    return every
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEnvironment:
+    """Who this worker is. Alone (no launcher at all) it is rank 0 of a world of one."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    round: int = 1
+    run_id: str = ""
+    incarnation: str = ""
+    node_id: str = ""
+    store_host: str | None = None
+    store_port: int | None = None
+    launched: bool = False  # by torchrun, our agent, or somebody else who set RANK
+    elastic: bool = False  # by torchrun or our agent: someone restarts us
+    progress_path: str | None = None
+    checkpoint_dir: str | None = None
+    checkpoint_every: Every | None = None
+    drain_grace_seconds: float = 120.0
+
+
+def read_environment(environ: Mapping[str, str]) -> WorkerEnvironment:
+    """Parse the variables a launcher sets; missing ones keep the values of a worker that runs alone.
+
+    Raises:
+        UsageError: a variable is there and is not a number; it is named.
+    """
+    restarts = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0)
+    every = environ.get("ELASTICD_CHECKPOINT_EVERY")
+    return WorkerEnvironment(
+        rank=_number(environ, "RANK", 0),
+        local_rank=_number(environ, "LOCAL_RANK", 0),
+        world_size=_number(environ, "WORLD_SIZE", 1),
+        local_world_size=_number(environ, "LOCAL_WORLD_SIZE", 1),
+        round=_number(environ, "ELASTICD_ROUND", restarts + 1),
+        run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
+        incarnation=environ.get("ELASTICD_INCARNATION", ""),
+        node_id=environ.get("ELASTICD_NODE_ID", ""),
+        store_host=environ.get("MASTER_ADDR"),
+        store_port=_number(environ, "MASTER_PORT", 0) or None,
+        launched="RANK" in environ,
+        elastic="TORCHELASTIC_RUN_ID" in environ or PROGRESS_KEY in environ,
+        progress_path=environ.get(PROGRESS_KEY) or None,
+        checkpoint_dir=environ.get("ELASTICD_CHECKPOINT_DIR") or None,
+        checkpoint_every=parse_every(every, name="ELASTICD_CHECKPOINT_EVERY") if every else None,
+        drain_grace_seconds=float(environ.get("ELASTICD_DRAIN_GRACE") or 120.0),
+    )
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name)
+    if text is None or not text.strip():
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"the variable {name} is {text!r}; the launcher should set it to a whole number") from None

@@ -1,0 +1,181 @@
+"""When to save, and the way to the checkpoints package: the only place of a worker that imports it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from elastic.errors import DatasetChangedError, JobFailedError, NoUsableCheckpointError
+from elastic.own_checkpoints import own_checkpoints
+from elastic.progress import Phase
+from elastic.training.environment import Every
+from elastic.training.session import Session
+from elastic.training.trainer_config import TrainerConfig
+
+if TYPE_CHECKING:
+    from checkpoints import CheckpointManager, CommitResult, Restored
+    from checkpoints.storage import Storage
+
+logger = logging.getLogger(__name__)
+_SECONDS_FOR_COMMIT_AFTER_FAILURE = 5.0  # its thread is a daemon and ends with the process
+
+
+class SavePolicy:
+    """Whether a periodic save is due. Ranks decide alike: steps are known to all, time is rank 0's, told by `agree`."""
+
+    def __init__(self, every: Every | None, *, is_clock: bool, now: Callable[[], float] = time.monotonic) -> None:
+        self._every, self._is_clock, self._now = every, is_clock, now
+        self._saved_at = now()
+        self._wanted = False
+
+    def clock_says_save(self) -> bool:
+        """This rank's contribution to the agreement."""
+        if not self._is_clock or self._every is None or self._every.seconds is None:
+            return False
+        return self._now() - self._saved_at >= self._every.seconds
+
+    def decide(self, step: int, *, asked: bool, busy: bool) -> bool:
+        """Called once after each step with what all agreed on. A save that finds a rank busy waits for its turn."""
+        by_steps = self._every is not None and self._every.steps is not None and step % self._every.steps == 0
+        self._wanted = self._wanted or asked or by_steps
+        return self._wanted and not busy
+
+    def ask(self) -> None:
+        """Save after the next step."""
+        self._wanted = True
+
+    def saved(self) -> None:
+        """A save has begun."""
+        self._wanted, self._saved_at = False, self._now()
+
+
+class Saver:
+    """Binds the Trainer's state to a CheckpointManager. Without a directory everything here does nothing."""
+
+    def __init__(self, config: TrainerConfig, session: Session, *, storage: Storage | None = None) -> None:
+        self._config, self._session, self._storage = config, session, storage
+        self._manager: CheckpointManager | None = None
+        self._saved_step = -1
+        every = session.checkpoint_every or config.every
+        self.policy = SavePolicy(every, is_clock=session.rank == 0)
+        self._directory = session.checkpoint_dir or config.checkpoint_dir
+        if session.checkpoint_dir and config.checkpoint_dir and session.checkpoint_dir != config.checkpoint_dir:
+            logger.warning(
+                "checkpoints go to %s, as --checkpoint-dir says, not to the program's %s",
+                session.checkpoint_dir,
+                config.checkpoint_dir,
+            )
+        if self._directory is None and session.rank == 0:
+            logger.warning("no checkpoint directory is set: this run cannot be resumed")
+
+    def open(self) -> None:
+        """Connect to the round's store and the directory. Collective; the process group exists by now."""
+        if self._directory is None:
+            return
+        session, config = self._session, self._config
+        self._manager = own_checkpoints("manager").CheckpointManager(
+            self._directory,
+            rank=session.rank,
+            world_size=session.world_size,
+            store=session.store(),
+            run_id=session.run_id,
+            incarnation=session.incarnation,
+            round=session.round if session.under_agent else None,
+            keep_last=config.checkpoint_keep_last,
+            keep_every=config.checkpoint_keep_every,
+            commit_timeout_seconds=config.commit_timeout_seconds,
+            storage=self._storage,
+            on_result=self._on_result,
+        )
+
+    def restore(self, *, like: Mapping[str, Any], fingerprint: str) -> Restored | None:
+        """The newest good state, or None at a fresh start. Collective; nothing live is touched.
+
+        Raises:
+            NoUsableCheckpointError, DatasetChangedError, JobFailedError: a retry would find the same.
+        """
+        if self._manager is None:
+            return None
+        errors = own_checkpoints("errors")
+        with self._session.phase(Phase.RESTORE):
+            self._session.note(restore_began_at=time.monotonic())
+            try:
+                restored = self._manager.restore(
+                    like, fingerprint=fingerprint, allow_fresh_start=self._config.allow_fresh_start
+                )
+            except errors.NoUsableCheckpointError as error:
+                raise NoUsableCheckpointError(str(error)) from error
+            except errors.FingerprintError as error:
+                raise DatasetChangedError(str(error)) from error
+            except errors.CheckpointMismatchError as error:
+                raise JobFailedError(str(error)) from error
+            self._session.note(restore_ended_at=time.monotonic())
+        if restored is not None:
+            self._saved_step = restored.step
+            self._session.note(disk_step=restored.step)
+        return restored
+
+    @property
+    def busy(self) -> bool:
+        """This rank's commit is still under way."""
+        return self._manager is not None and self._manager.busy
+
+    def save(self, step: int, state: Callable[[], dict[str, Any]], *, samples: int, fingerprint: str) -> None:
+        """Stage `state()` as `step` and commit it in the background; nothing to do when `step` is saved already."""
+        self.policy.saved()
+        if self._manager is None or step == self._saved_step:
+            return
+        with self._session.phase(Phase.CHECKPOINT):
+            self._manager.save(step, state(), samples=samples, fingerprint=fingerprint)
+        self._saved_step = step
+
+    def wait(self) -> bool:
+        """Block until the newest save is settled; False when it is not committed (reported and logged)."""
+        if self._manager is None:
+            return True
+        with self._session.phase(Phase.CHECKPOINT):
+            result = self._manager.wait(self._config.commit_timeout_seconds)
+        return result is None or result.state == "committed"
+
+    def forget_failure(self) -> None:
+        """Let the step that is saved last be saved again. All ranks call it, or none."""
+        self._saved_step = -1
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for the commit in flight; when training failed only a moment, since peers may be gone too."""
+        if self._manager is None:
+            return
+        if error is None:
+            self._manager.close()
+        else:
+            self._manager.wait(_SECONDS_FOR_COMMIT_AFTER_FAILURE)
+        self._manager = None
+
+    def _on_result(self, result: CommitResult) -> None:
+        """Called by the manager's thread on every rank."""
+        if result.state == "committed":
+            self._session.note(disk_step=result.step, commit_unix_time=result.unix_time)
+        else:
+            logger.error(
+                "run=%s round=%s rank=%s step=%s checkpoint %s: %s; training goes on, the next save tries again",
+                self._session.run_id,
+                self._session.round,
+                self._session.rank,
+                result.step,
+                result.state,
+                result.error,
+            )
+            self._session.count(checkpoint_failures_total=1)
+        self._session.count(
+            checkpoint_bytes_total=result.bytes,
+            checkpoint_stall_seconds_total=result.stall_seconds,
+            checkpoint_write_seconds_total=result.write_seconds,
+        )

@@ -1,0 +1,265 @@
+"""What a worker knows of its job, and what it says of itself.
+
+Works under our agent, under plain torchrun, and alone. A training loop of your own becomes drainable and observable
+with:
+
+    session = elastic.session()
+    checkpoints = CheckpointManager(session.checkpoint_dir, rank=session.rank, world_size=session.world_size,
+                                    store=session.store())
+    restored = checkpoints.restore()
+    step = restored.step if restored else 0
+    session.enter_loop(step=step, base_step=step)
+    while step < 1000:
+        pending = session.begin_agree(busy=checkpoints.busy)
+        train_one_step()                                    # the exchange runs beside the backward pass
+        agreed, step = pending.wait(), step + 1
+        session.report(step=step, loss=loss)
+        if agreed.stop or agreed.save:
+            checkpoints.save(step, state())
+        if agreed.stop:
+            checkpoints.wait()
+            session.drained(step)
+            break
+    else:
+        session.finished(step)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from elastic.progress import Outcome, Phase, ProgressWriter
+from elastic.training.agreement import Agreement, AgreementChannel, PendingAgreement
+from elastic.training.environment import Every, WorkerEnvironment, read_environment
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    """One worker's view of its round. Any thread may call `report` and `count`; the rest is for the training thread."""
+
+    def __init__(
+        self,
+        environment: WorkerEnvironment,
+        *,
+        timeout_seconds: float = 1800.0,
+        progress: ProgressWriter | None = None,
+    ) -> None:
+        self._environment = environment
+        self._progress = progress
+        if progress is None and environment.progress_path:
+            self._progress = ProgressWriter(Path(environment.progress_path))
+        self._channel = AgreementChannel(world_size=environment.world_size, timeout_seconds=timeout_seconds)
+        self._saves_seen = self._progress.saves_requested if self._progress else 0
+        self._stop_signalled = False
+        self._phase = Phase.STARTING
+        self._first_step = True
+        self._update(
+            pid=os.getpid(),
+            round=environment.round,
+            rank=environment.rank,
+            local_rank=environment.local_rank,
+            world_size=environment.world_size,
+            phase=Phase.STARTING,
+            phase_since=time.monotonic(),
+            started_at=time.monotonic(),
+        )
+
+    @property
+    def rank(self) -> int:
+        return self._environment.rank
+
+    @property
+    def local_rank(self) -> int:
+        return self._environment.local_rank
+
+    @property
+    def world_size(self) -> int:
+        return self._environment.world_size
+
+    @property
+    def round(self) -> int:
+        """Number of the round; 1 when alone. Under plain torchrun it counts the restarts of one torchrun."""
+        return self._environment.round
+
+    @property
+    def run_id(self) -> str:
+        return self._environment.run_id
+
+    @property
+    def incarnation(self) -> str:
+        return self._environment.incarnation
+
+    @property
+    def node_id(self) -> str:
+        return self._environment.node_id
+
+    @property
+    def checkpoint_dir(self) -> str | None:
+        return self._environment.checkpoint_dir
+
+    @property
+    def checkpoint_every(self) -> Every | None:
+        return self._environment.checkpoint_every
+
+    @property
+    def under_agent(self) -> bool:
+        """True when an agent of elasticd reads this worker's progress."""
+        return self._progress is not None
+
+    def store(self, *, timeout_seconds: float = 300.0) -> Store | None:
+        """A client of its own to the round's store, under a prefix of ours; None for a world of one without an agent.
+
+        Each caller gets another connection: one client is one lock, and a thread that waits would block the others.
+        """
+        environment = self._environment
+        prefix = f"elasticd/{environment.incarnation}/{environment.round}"
+        if environment.store_host and environment.store_port and (self.world_size > 1 or self.under_agent):
+            timeout = timedelta(seconds=timeout_seconds)
+            client: Store = TCPStore(
+                environment.store_host,
+                environment.store_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timeout,
+            )
+            return PrefixStore(prefix, client)
+        if self.world_size > 1 and dist.is_initialized():
+            default: Any = dist.distributed_c10d._get_default_store()
+            return PrefixStore(prefix, default.clone())
+        return None
+
+    def enter_loop(self, *, step: int, base_step: int) -> None:
+        """From now on a drain is a request seen by `agree`, not a kill. `base_step` is the step that was restored."""
+        if not self._environment.elastic:
+            self._stop_on_sigterm()
+        self._update(in_loop=1, step=step, base_step=base_step)
+
+    def _stop_on_sigterm(self) -> None:
+        """Nobody restarts us: SIGTERM (SLURM, a container's stop) then means save and leave; a second one kills."""
+
+        def stop(number: int, frame: object) -> None:
+            self._stop_signalled = True
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, stop)
+
+    def begin_agree(
+        self,
+        *,
+        stop: bool = False,
+        save: bool = False,
+        busy: bool = False,
+        error: bool = False,
+        sums: Sequence[float] = (),
+    ) -> PendingAgreement:
+        """Contribute to the step's one exchange; every rank calls it once per step, with as many sums.
+
+        The agent's requests are added here: drain as stop, USR1 as save. Call it after the last forward and wait before
+        the optimizer's step: then it costs nothing.
+        """
+        if self._progress is not None:
+            stop = stop or self._progress.drain_requested
+            save = save or self._progress.saves_requested != self._saves_seen
+        return self._channel.begin((stop or self._stop_signalled, save, busy, error), sums, self._after_agreement)
+
+    def _after_agreement(self, agreement: Agreement) -> None:
+        if agreement.save and self._progress is not None:
+            # Asked of all agents at once, seen a step apart: what arrived until here is answered by this one save.
+            self._saves_seen = self._progress.saves_requested
+
+    def agree(
+        self,
+        *,
+        stop: bool = False,
+        save: bool = False,
+        busy: bool = False,
+        error: bool = False,
+        sums: Sequence[float] = (),
+    ) -> Agreement:
+        """`begin_agree` and `wait` in one: for loops that do not overlap it."""
+        return self.begin_agree(stop=stop, save=save, busy=busy, error=error, sums=sums).wait()
+
+    def leave_group(self) -> None:
+        """Called before `torch.distributed.destroy_process_group`."""
+        self._channel.leave()
+
+    def report(self, *, step: int, **fields: float) -> None:
+        """Say that `step` was applied, with any fields of `elastic.progress.Progress`."""
+        if self._progress is None:
+            return
+        if self._first_step:
+            self._first_step = False
+            fields = {"first_step_at": time.monotonic(), **fields}
+        self._progress.update(step=step, **fields)
+
+    def count(self, **amounts: float) -> None:
+        """Increase counters of the progress block."""
+        if self._progress is not None:
+            self._progress.add(**amounts)
+
+    def note(self, **fields: float) -> None:
+        """Set fields of the progress block other than the step."""
+        self._update(**fields)
+
+    def enter_phase(self, phase: Phase, **fields: float) -> None:
+        """Say what the worker does from now on."""
+        self._phase = phase
+        self._update(phase=phase, phase_since=time.monotonic(), **fields)
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Say what the worker does inside, and that it is back at what it did before."""
+        before = self._phase
+        self.enter_phase(phase)
+        try:
+            yield
+        finally:
+            self.enter_phase(before)
+
+    def drained(self, step: int) -> None:
+        """The stop step is saved and this worker leaves on request; it should exit with 0."""
+        self._update(outcome=Outcome.DRAINED, step=step)
+
+    def finished(self, step: int) -> None:
+        """Training is over; the worker should exit with 0."""
+        self._update(outcome=Outcome.FINISHED, step=step)
+
+    def fatal(self, error: BaseException) -> None:
+        """A retry would fail the same way: the agent ends the job and spends no budget. Let `error` propagate."""
+        logger.error("run=%s round=%s rank=%s cannot go on: %s", self.run_id, self.round, self.rank, error)
+        self._update(outcome=Outcome.FATAL)
+
+    def _update(self, **fields: float) -> None:
+        if self._progress is not None:
+            self._progress.update(**fields)
+
+
+_lock = threading.Lock()
+_session: Session | None = None
+
+
+def session() -> Session:
+    """The session of this process; made from the environment at the first call."""
+    global _session
+    with _lock:
+        if _session is None:
+            environment = read_environment(os.environ)
+            if not environment.launched and dist.is_available() and dist.is_initialized():
+                environment = dataclasses.replace(environment, rank=dist.get_rank(), world_size=dist.get_world_size())
+            _session = Session(environment)
+        return _session
