@@ -91,6 +91,10 @@ class Background:
         """The writing groups as far as they are known."""
         return self._groups if self._groups is not None else one_group(world_size)
 
+    @property
+    def groups_known(self) -> bool:
+        return self._groups is not None
+
     def find_groups(self, line: Line, *, attempt: int, deadline: float) -> None:
         """Agree on the writing groups, unless that is done. Collective: all ranks succeed or all raise."""
         if self._groups is None:

@@ -12,7 +12,7 @@ import torch
 from .errors import CheckpointMismatchError, CorruptCheckpointError
 from .manifest import Manifest, Piece, TensorEntry
 from .shards import read_shard
-from .storage import PAGE_BYTES, Storage
+from .storage import PAGE_BYTES, Readable
 from .tree import Nested, dtype_name, flatten, unflatten
 
 _MOST_THREADS = 4
@@ -21,7 +21,7 @@ _MADV_HUGEPAGE = 14
 _MOST_LISTED = 20
 
 
-def load(storage: Storage, directory: str, manifest: Manifest, *, readers: int = 1) -> Nested:
+def load(storage: Readable, directory: str, manifest: Manifest, *, readers: int = 1) -> Nested:
     """The state in `directory`, as fresh CPU tensors. `readers` processes share this machine's processors.
 
     Raises:

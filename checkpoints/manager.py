@@ -7,6 +7,7 @@ are called from one thread, by every rank in the same order.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -18,11 +19,13 @@ from .commit import Job, Line
 from .enter import enter
 from .errors import CheckpointError, CoordinationError, UnsupportedStateError
 from .exchange import Exchange, LocalExchange, Store, StoreExchange
+from .peers import Surroundings
 from .publish import sweep
 from .restore import Request, Restore, Restored
-from .rounds import record_round
+from .rounds import record_rounds
 from .snapshot import Snapshot, Snapshotter, stored_bytes
 from .storage import Storage, open_storage
+from .transfer import own_address
 from .tree import Nested
 
 logger = logging.getLogger(__name__)
@@ -76,7 +79,7 @@ class CheckpointManager:
         _check_arguments(rank, world_size, store, keep_last, keep_every, commit_timeout_seconds)
         default, path = open_storage(directory)
         self._storage = storage if storage is not None else default
-        self._timeout = commit_timeout_seconds
+        self._timeout, self._store = commit_timeout_seconds, store
         self._exchange = _open_exchange(store, rank, world_size, self._deadline())
         line = Line(
             run_id=run_id,
@@ -118,9 +121,10 @@ class CheckpointManager:
     def restore(
         self, like: Nested | None = None, *, fingerprint: str | None = None, allow_fresh_start: bool = False
     ) -> Restored | None:
-        """The newest good state that every rank can read; None when there is no checkpoint at all. Collective.
+        """The newest good state that some rank has whole; None when there is no checkpoint at all. Collective.
 
-        What cannot be used is passed over for the next older state of the line, with a warning and in `skipped`.
+        Ranks without it (a new node, one that was away, a damaged copy) are sent it by those that have it, and keep a
+        copy. What cannot be used is passed over for the next older state of the line, with a warning and in `skipped`.
 
         Args:
             like: under each of its top-level keys the checkpoint must have exactly its tensors.
@@ -137,7 +141,9 @@ class CheckpointManager:
         request = Request(like=like, fingerprint=fingerprint, allow_fresh_start=allow_fresh_start)
         scope = f"restore/{self._restores}"
         self._restores += 1
-        restore = Restore(self._line, self._storage, self._exchange, request, scope=scope, deadline=self._deadline())
+        restore = Restore(
+            self._line, self._storage, self._exchange, request, self._around(), scope=scope, deadline=self._deadline()
+        )
         restored = restore.run(self._record_round)
         base_step = restored.step if restored is not None else 0
         if self._is_leader and self._line.rank != 0:
@@ -217,6 +223,13 @@ class CheckpointManager:
         except (CheckpointError, OSError) as exc:
             logger.error("saves will fail until this is mended: %s", exc)
 
+    def _around(self) -> Surroundings:
+        """Who shares a directory with whom. Where that is not known, each rank stands alone and writes nothing."""
+        world_size, known = self._line.world_size, self._background.groups_known
+        apart = self._storage.renames and not known  # an object store is shared by nature
+        homes = tuple(range(world_size)) if apart else self._background.groups(world_size).leaders
+        return Surroundings(homes=homes, writable=known, address=functools.partial(own_address, self._store))
+
     def _sweep(self) -> None:
         line = self._line
         try:
@@ -236,7 +249,7 @@ class CheckpointManager:
     def _record_round(self, base_step: int) -> None:
         """A leader's, once a restore is decided: what this round will not contain is void from now on."""
         try:
-            record_round(self._storage, self._line.directory, self._line.round, base_step)
+            record_rounds(self._storage, self._line.directory, [(self._line.round, base_step)])
         except OSError as exc:
             logger.error("round %d could not be recorded in %s: %s", self._line.round, self._line.directory, exc)
 

@@ -38,11 +38,14 @@ def shard_name(storage: Storage, writer: int, writers: int, nonce: str) -> str:
     return f"shard-{writer:05d}-of-{writers:05d}{unique}.safetensors"
 
 
-def publish(storage: Storage, directory: str, working: str, manifest: Manifest) -> str:
+def publish(
+    storage: Storage, directory: str, working: str, manifest: Manifest, *, received_as: str | None = None
+) -> str:
     """Commit what lies in `working`; returns the checkpoint's path.
 
     If the step is there already it stays, and ours is dropped, only if it is whole and of this round; any other is set
-    aside: it belongs to a line that this round has left, or did not verify.
+    aside: it belongs to a line that this round has left, or did not verify. A copy of a peer's checkpoint, with the
+    nonce `received_as`, gives way to a whole one of the same commit only.
 
     Raises:
         PublishedUnsurelyError: it was renamed, but the directory could not be synced.
@@ -50,8 +53,8 @@ def publish(storage: Storage, directory: str, working: str, manifest: Manifest) 
     """
     final = storage.join(directory, step_name(manifest.step))
     present = step_name(manifest.step) in storage.names(directory)
-    existing = _read_whole(storage, final) if present else None
-    if existing is not None and (existing.round, existing.incarnation) == (manifest.round, manifest.incarnation):
+    existing = read_whole(storage, final) if present else None
+    if existing is not None and _same(existing, manifest, exact=received_as is not None):
         logger.info("step %d of round %d is committed already; this copy is dropped", manifest.step, manifest.round)
         discard(storage, working, manifest.commit)
         return final
@@ -62,7 +65,8 @@ def publish(storage: Storage, directory: str, working: str, manifest: Manifest) 
     storage.sync_directory(working)
     if present:
         label = "bad" if existing is None else f"r{existing.round}"
-        _set_aside(storage, working, final, storage.join(directory, void_name(manifest.step, label, manifest.commit)))
+        aside = void_name(manifest.step, label, received_as or manifest.commit)
+        _set_aside(storage, working, final, storage.join(directory, aside))
     else:
         storage.rename(working, final)
     try:
@@ -70,6 +74,12 @@ def publish(storage: Storage, directory: str, working: str, manifest: Manifest) 
     except OSError as exc:
         raise PublishedUnsurelyError(exc.errno, f"{final} may not survive a power failure: {exc.strerror}") from exc
     return final
+
+
+def _same(existing: Manifest, manifest: Manifest, *, exact: bool) -> bool:
+    if exact:
+        return existing.commit == manifest.commit
+    return (existing.round, existing.incarnation) == (manifest.round, manifest.incarnation)
 
 
 def _set_aside(storage: Storage, working: str, final: str, aside: str) -> None:
@@ -92,7 +102,7 @@ def _set_aside(storage: Storage, working: str, final: str, aside: str) -> None:
         raise
 
 
-def _read_whole(storage: Storage, path: str) -> Manifest | None:
+def read_whole(storage: Storage, path: str) -> Manifest | None:
     """The manifest at `path` if the checkpoint verifies down to its checksums."""
     try:
         manifest = manifests.read(storage, path)

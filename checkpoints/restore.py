@@ -4,25 +4,27 @@ again.
 Nothing live is touched here: the state comes in fresh tensors, and only once every rank has verified it.
 
     offer/<r>       every rank: the checkpoints it sees
-    try/<i>         rank 0: the name to try, or null; the i-th attempt
-    loaded/<i>/<r>  every rank: null, or what was wrong and of which kind
+    try/<i>         rank 0: the commit to try and who sends it to whom, or null; the i-th attempt (then see `peers.py`)
+    loaded/<i>/<r>  every rank: how it fared
     verdict/<i>     rank 0: go, again or the error that all raise
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import manifest as manifests
-from .choose import Candidate, Choice, Offer, choose
+from .choose import Choice, Offer, choose, known_rounds
 from .commit import Line
+from .copies import Copies, Plan, Report
 from .errors import (
     CheckpointError,
     CheckpointMismatchError,
+    CoordinationError,
     CorruptCheckpointError,
     FingerprintError,
     NoUsableCheckpointError,
@@ -30,8 +32,10 @@ from .errors import (
 )
 from .exchange import Exchange, depart
 from .load import compare, load
-from .manifest import Manifest, parse_step
-from .rounds import read_rounds
+from .manifest import Manifest
+from .offer import offer, parse_offer
+from .peers import Peers, SenderFailedError, Surroundings, Trial
+from .rounds import frontier
 from .storage import Storage
 from .tree import Nested
 
@@ -66,44 +70,26 @@ class Request:
     allow_fresh_start: bool
 
 
-def offer(storage: Storage, directory: str) -> tuple[Offer, dict[str, tuple[str, Manifest]]]:
-    """What this rank sees, and the sound ones by commit: (path, manifest)."""
-    candidates, unsound, sound = [], [], {}
-    for name in storage.names(directory):
-        step = parse_step(name)
-        if step is None:
-            continue
-        path = storage.join(directory, name)
-        try:
-            manifest = manifests.read(storage, path)
-            if manifest.step != step:
-                raise CorruptCheckpointError(f"its manifest is that of step {manifest.step}")
-        except CorruptCheckpointError as exc:
-            unsound.append((name, str(exc)))
-            continue
-        sound[manifest.commit] = (path, manifest)
-        candidates.append(
-            Candidate(
-                name=name,
-                commit=manifest.commit,
-                round=manifest.round,
-                base_step=manifest.base_step,
-                step=step,
-            )
-        )
-    rounds = read_rounds(storage, directory)
-    return Offer(candidates=tuple(candidates), unsound=tuple(unsound), rounds=rounds), sound
-
-
 class Restore:
     """One collective restore as one rank sees it."""
 
     def __init__(
-        self, line: Line, storage: Storage, exchange: Exchange, request: Request, *, scope: str, deadline: float
+        self,
+        line: Line,
+        storage: Storage,
+        exchange: Exchange,
+        request: Request,
+        around: Surroundings,
+        *,
+        scope: str,
+        deadline: float,
     ) -> None:
         self._line, self._storage, self._exchange, self._request = line, storage, exchange, request
-        self._scope, self._deadline = scope, deadline
+        self._around, self._scope, self._deadline = around, scope, deadline
+        self._peers = Peers(line, storage, exchange, around, scope=scope, deadline=deadline)
         self._keys: list[str] = []
+        self._offers: list[Offer] = []  # this and what follows is rank 0's
+        self._copies = Copies([], around.homes, writable=around.writable)
         self._struck: dict[str, str] = {}
         self._reported: set[str] = set()
 
@@ -119,44 +105,70 @@ class Restore:
         except OSError as exc:
             mine, sound, problem = Offer(candidates=(), unsound=(), rounds=()), {}, str(exc)
         offers = self._gather("offer", {"offer": dataclasses.asdict(mine), "error": problem})
+        refusal = self._open(offers)
         for attempt in itertools.count():
-            restored, verdict = self._attempt(attempt, offers, sound, decided)
+            trial = self._tell(f"try/{attempt}", lambda: refusal or self._choose())
+            restored, verdict = self._attempt(attempt, trial, sound, decided)
             if verdict["go"]:
                 break
+            restored = None  # the next attempt needs its room
         self._depart()
         if verdict["error"] is not None:
             raise _KINDS.get(verdict["kind"], CheckpointError)(verdict["error"])
         return restored
 
-    def _attempt(
-        self,
-        attempt: int,
-        offers: list[Any],
-        sound: dict[str, tuple[str, Manifest]],
-        decided: Callable[[int], None],
-    ) -> tuple[Restored | None, dict[str, Any]]:
-        trial = self._tell(f"try/{attempt}", lambda: self._choose(offers))
-        restored, fault = self._try(trial, sound)
-        faults = self._gather(f"loaded/{attempt}", fault)
-        return restored, self._tell(f"verdict/{attempt}", lambda: self._judge(trial, faults, decided))
-
-    def _choose(self, offers: list[Any]) -> dict[str, Any]:
-        """Rank 0: the next candidate, or the error that ends it."""
+    def _open(self, offers: list[Any]) -> dict[str, Any] | None:
+        """Rank 0: take in the offers; the trial that ends it at once when a rank cannot read its directory."""
         for rank, entry in enumerate(offers):
             if entry["error"] is not None:
                 error = f"rank {rank} cannot read the checkpoint directory: {entry['error']}"
-                return {"commit": None, "skipped": [], "error": error, "kind": "CheckpointError"}
-        choice = choose([_parse_offer(entry["offer"]) for entry in offers], self._struck)
+                return _trial(error=error, kind="CheckpointError")
+        self._offers = [parse_offer(entry["offer"]) for entry in offers]
+        self._copies = Copies(self._offers, self._around.homes, writable=self._around.writable)
+        return None
+
+    def _attempt(
+        self,
+        attempt: int,
+        trial: dict[str, Any],
+        sound: dict[str, tuple[str, Manifest]],
+        decided: Callable[[int], None],
+    ) -> tuple[Restored | None, dict[str, Any]]:
+        """One candidate, or none: load it, tell how it went, hear what that means."""
+        proposal = _parse_trial(trial)
+        serving = self._peers.serving(attempt, proposal, sound) if proposal is not None else contextlib.nullcontext()
+        with serving:
+            restored, report = None, Report()
+            if proposal is not None:
+                self._keys += self._peers.keys(attempt, proposal.plan)
+                restored, report = self._try(attempt, proposal, trial["skipped"], sound)
+            told = self._gather(f"loaded/{attempt}", dataclasses.asdict(report))
+            reports = [Report(**each) for each in told]
+            return restored, self._tell(f"verdict/{attempt}", lambda: self._judge(trial, proposal, reports, decided))
+
+    def _choose(self) -> dict[str, Any]:
+        """Rank 0: the next candidate, or the error that ends it."""
+        choice = choose(self._offers, self._struck, self._around.homes)
         for name, reason in choice.skipped:
             if name not in self._reported:
                 logger.warning("passed over %s: %s", self._storage.join(self._line.directory, name), reason)
         self._reported.update(name for name, _ in choice.skipped)
-        trial: dict[str, Any] = {"commit": None, "step": 0, "skipped": choice.skipped, "error": None, "kind": None}
         if choice.chosen is not None:
-            return {**trial, "commit": choice.chosen.commit, "step": choice.chosen.step}
+            chosen = choice.chosen
+            plan = self._copies.plan(chosen.commit)
+            if plan is None:  # `_judge` strikes it before this can be
+                raise CheckpointError(f"nobody can send step {chosen.step}, and it was chosen")
+            return _trial(
+                commit=chosen.commit,
+                step=chosen.step,
+                skipped=choice.skipped,
+                senders=sorted(plan.senders.items()),
+                direct=sorted(plan.direct),
+                rounds=frontier(known_rounds(self._offers)),
+            )
         if choice.skipped and not self._request.allow_fresh_start:
-            return {**trial, "error": self._nothing_usable(choice), "kind": "NoUsableCheckpointError"}
-        return trial
+            return _trial(skipped=choice.skipped, error=self._nothing_usable(choice), kind="NoUsableCheckpointError")
+        return _trial(skipped=choice.skipped)
 
     def _nothing_usable(self, choice: Choice) -> str:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.skipped)
@@ -166,34 +178,35 @@ class Restore:
         )
 
     def _try(
-        self, trial: dict[str, Any], sound: dict[str, tuple[str, Manifest]]
-    ) -> tuple[Restored | None, dict[str, Any] | None]:
+        self, attempt: int, trial: Trial, skipped: list[tuple[str, str]], sound: dict[str, tuple[str, Manifest]]
+    ) -> tuple[Restored | None, Report]:
         """Load the candidate; what is wrong with it goes to rank 0."""
-        if trial["commit"] is None:
-            return None, None
-        path, manifest = sound[trial["commit"]]
+        direct = False
         try:
+            source = self._peers.locate(attempt, trial, sound)
+            direct, manifest = source.direct, source.manifest
             self._check_fingerprint(manifest)
             if self._request.like is not None:
                 compare(manifest, self._request.like)
-            state = load(self._storage, path, manifest, readers=self._line.world_size)
+            state = load(source.files, source.path, manifest, readers=self._line.world_size)
+        except CoordinationError:
+            raise
         except (CheckpointError, OSError) as exc:
-            return None, {"error": str(exc), "kind": type(exc).__name__}
+            failed = isinstance(exc, SenderFailedError) or (direct and isinstance(exc, CorruptCheckpointError))
+            return None, Report(error=str(exc), kind=type(exc).__name__, sender_failed=failed, direct=direct)
         except (MemoryError, RuntimeError) as exc:  # what torch raises when memory is short: an older state is as large
-            error = f"rank {self._line.rank} could not hold the state of step {manifest.step}: {exc}"
-            return None, {"error": error, "kind": _NO_ROOM}
+            error = f"rank {self._line.rank} could not hold the state of step {trial.step}: {exc}"
+            return None, Report(error=error, kind=_NO_ROOM)
         restored = Restored(
             step=manifest.step,
             round=manifest.round,
             base_step=manifest.base_step,
             samples=manifest.samples,
             state=state,
-            path=path,
-            skipped=tuple(
-                (self._storage.join(self._line.directory, name), reason) for name, reason in trial["skipped"]
-            ),
+            path=source.path,
+            skipped=tuple((self._storage.join(self._line.directory, name), reason) for name, reason in skipped),
         )
-        return restored, None
+        return restored, Report(direct=direct)
 
     def _check_fingerprint(self, manifest: Manifest) -> None:
         live = self._request.fingerprint
@@ -204,17 +217,23 @@ class Restore:
                 "its own data, or start in another directory"
             )
 
-    def _judge(self, trial: dict[str, Any], faults: list[Any], decided: Callable[[int], None]) -> dict[str, Any]:
-        """Rank 0: go, or strike the candidate. A mismatch is the caller's error, and an older state would not help."""
+    def _judge(
+        self, trial: dict[str, Any], proposal: Trial | None, reports: list[Report], decided: Callable[[int], None]
+    ) -> dict[str, Any]:
+        """Rank 0: go, try another copy, or strike the candidate. A mismatch is the caller's error: no other helps."""
         if trial["error"] is not None:
             return {"go": True, "error": trial["error"], "kind": trial["kind"]}
-        found = [(rank, fault) for rank, fault in enumerate(faults) if fault is not None]
-        for _, fault in found:
-            if fault["kind"] in _KINDS:
-                return {"go": True, **fault}
-        if found:
-            rank, fault = found[0]
-            self._struck[trial["commit"]] = f"{fault['error']} (rank {rank})"
+        failed = [(rank, report) for rank, report in enumerate(reports) if report.error is not None]
+        for _, report in failed:
+            if report.kind in _KINDS:
+                return {"go": True, "error": report.error, "kind": report.kind}
+        if failed and proposal is not None:
+            commit, (rank, report) = proposal.commit, failed[0]
+            self._copies.learn(commit, proposal.plan, reports)
+            if self._copies.plan(commit) is None:
+                self._struck[commit] = f"{report.error} (rank {rank})"
+            else:
+                logger.warning("another copy of step %d is tried: %s (rank %d)", proposal.step, report.error, rank)
             return {"go": False, "error": None, "kind": None}
         decided(trial["step"])
         return {"go": True, "error": None, "kind": None}
@@ -242,9 +261,25 @@ class Restore:
         )
 
 
-def _parse_offer(entry: dict[str, Any]) -> Offer:
-    return Offer(
-        candidates=tuple(Candidate(**candidate) for candidate in entry["candidates"]),
-        unsound=tuple((name, reason) for name, reason in entry["unsound"]),
-        rounds=tuple((round_, base) for round_, base in entry["rounds"]),
+def _trial(
+    *,
+    commit: str | None = None,
+    step: int = 0,
+    skipped: Sequence[tuple[str, str]] = (),
+    error: str | None = None,
+    kind: str | None = None,
+    **plan: list[Any],
+) -> dict[str, Any]:
+    """What rank 0 tells under try/<i>."""
+    return {"commit": commit, "step": step, "skipped": skipped, "error": error, "kind": kind, **plan}
+
+
+def _parse_trial(trial: dict[str, Any]) -> Trial | None:
+    if trial["commit"] is None:
+        return None
+    return Trial(
+        commit=trial["commit"],
+        step=trial["step"],
+        plan=Plan(senders=dict(trial["senders"]), direct=frozenset(trial["direct"])),
+        rounds=tuple((round_, base) for round_, base in trial["rounds"]),
     )

@@ -29,13 +29,17 @@ def read_rounds(storage: Storage, directory: str) -> tuple[tuple[int, int], ...]
         return ()
 
 
-def record_round(storage: Storage, directory: str, round_: int, base_step: int) -> None:
-    """Add a round, durably. Called by a group's leader once a restore is decided, before the round commits anything."""
-    entries = frontier([*read_rounds(storage, directory), (round_, base_step)])
+def record_rounds(storage: Storage, directory: str, entries: Iterable[tuple[int, int]]) -> None:
+    """Add rounds, durably.
+
+    Called by a group's leader once a restore is decided, before the round commits anything; and before it takes a
+    peer's checkpoint in, with all that the peers know, so that a directory that was away learns what is void.
+    """
+    known = frontier([*read_rounds(storage, directory), *entries])
     storage.make_directory(directory)
     with contextlib.suppress(OSError):  # a parent that may not be read is as durable as its owner made it
         storage.sync_directory(directory.rpartition("/")[0] or "/")
-    storage.replace(storage.join(directory, ROUNDS), json.dumps(entries[-_MOST_ENTRIES:]).encode("ascii"))
+    storage.replace(storage.join(directory, ROUNDS), json.dumps(known[-_MOST_ENTRIES:]).encode("ascii"))
 
 
 def frontier(entries: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -6,15 +6,16 @@ that the manifest implies. Imports no torch: tensors are named ranges of bytes h
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .errors import CorruptCheckpointError
-from .manifest import DTYPES, Hasher, Manifest, Piece, TensorEntry
-from .storage import PAGE_BYTES, Storage
+from .manifest import DTYPES, FileEntry, Hasher, Manifest, Piece, TensorEntry
+from .storage import PAGE_BYTES, Readable
 
 SMALLEST_CUT_BYTES = 64 << 10  # smaller tensors are not worth cutting
 READ_CHUNK_BYTES = 1 << 20  # hashed while it is still in the processor's cache
@@ -98,7 +99,7 @@ def header_entry(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict
     return {"dtype": stored, "shape": [*shape, *parts], "data_offsets": [begin, end]}
 
 
-def read_shard(storage: Storage, directory: str, manifest: Manifest, file: int, destination: Destination) -> None:
+def read_shard(storage: Readable, directory: str, manifest: Manifest, file: int, destination: Destination) -> None:
     """Read one shard into what `destination` gives for each piece, and verify it on the way.
 
     Raises:
@@ -107,30 +108,36 @@ def read_shard(storage: Storage, directory: str, manifest: Manifest, file: int, 
     """
     entry = manifest.files[file]
     expected = layout(manifest.tensors, manifest.pieces, file)
-    hasher = Hasher()
-    try:
-        with storage.open(storage.join(directory, entry.name)) as stream:
-            if _read_header(stream, hasher, entry.bytes) != _parse_header(expected.header):
-                raise CorruptCheckpointError(f"{entry.name} is not the shard that the manifest describes")
-            for piece in expected.pieces:
-                _fill(stream, destination(piece), hasher, entry.name)
-            if stream.read(1):
-                raise CorruptCheckpointError(f"{entry.name} is longer than the manifest says")
-    except OSError as exc:
-        raise CorruptCheckpointError(f"{entry.name} cannot be read: {exc}") from exc
-    if hasher.result() != entry.checksum:
-        raise CorruptCheckpointError(f"the checksum of {entry.name} is not that of the manifest: damaged or foreign")
+    with _verified(storage, directory, entry) as (stream, hasher):
+        if _read_header(stream, hasher, entry.bytes) != _parse_header(expected.header):
+            raise CorruptCheckpointError(f"{entry.name} is not the shard that the manifest describes")
+        for piece in expected.pieces:
+            _fill(stream, destination(piece), hasher, entry.name)
 
 
-def verify_shard(storage: Storage, directory: str, manifest: Manifest, file: int) -> None:
+def copy_shard(storage: Readable, directory: str, entry: FileEntry, target: memoryview) -> None:
+    """Read one shard as it is into `target`, which has its size. Raises as `read_shard` does."""
+    with _verified(storage, directory, entry) as (stream, hasher):
+        _fill(stream, target, hasher, entry.name)
+
+
+def verify_shard(storage: Readable, directory: str, manifest: Manifest, file: int) -> None:
     """Read one shard for its checksum alone. Raises as `read_shard` does."""
     scratch = memoryview(bytearray(READ_CHUNK_BYTES))
-    entry = manifest.files[file]
+    with _verified(storage, directory, manifest.files[file]) as (stream, hasher):
+        while count := stream.readinto(scratch):
+            hasher.update(scratch[:count])
+
+
+@contextlib.contextmanager
+def _verified(storage: Readable, directory: str, entry: FileEntry) -> Iterator[tuple[Any, Hasher]]:
+    """A shard's stream and hasher; whoever feeds one from the other has all of the right bytes when this ends."""
     hasher = Hasher()
     try:
         with storage.open(storage.join(directory, entry.name)) as stream:
-            while count := stream.readinto(scratch):  # type: ignore[attr-defined]  # IO[bytes] lacks it, files have it
-                hasher.update(scratch[:count])
+            yield stream, hasher
+            if stream.read(1):
+                raise CorruptCheckpointError(f"{entry.name} is longer than the manifest says")
     except OSError as exc:
         raise CorruptCheckpointError(f"{entry.name} cannot be read: {exc}") from exc
     if hasher.result() != entry.checksum:

@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 PAGE_BYTES = 4096
 CHUNK_BYTES = 16 << 20
@@ -26,6 +26,15 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 Observer = Callable[[memoryview], Any]
+
+
+class Readable(Protocol):
+    """What reading a checkpoint needs of the place where it lies: a storage, or a peer that sends it."""
+
+    def open(self, path: str) -> IO[bytes]:
+        """Open a file for reading from its start; it gives its bytes by `readinto`."""
+
+    def join(self, directory: str, *names: str) -> str: ...
 
 
 class Storage(abc.ABC):

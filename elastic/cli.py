@@ -62,16 +62,16 @@ def _run(argv: Sequence[str]) -> int:
 
     _log_to_stderr()
     config = load(argv, os.environ)
-    if config.rdzv_backend == "etcd3":
-        raise UsageError("--rdzv-backend=etcd3: this build has no etcd3 rendezvous yet; run one node without it")
     from elastic.agent.launch import run_job
 
     return run_job(config)
 
 
 def _status(options: argparse.Namespace) -> int:
-    from elastic.cli_status import show_status
+    from elastic.cli_status import show_job, show_status
 
+    if options.rdzv_endpoint or options.rdzv_id:
+        return show_job(options, os.environ)
     return show_status(os.environ, run_id=options.run_id, as_json=options.json, watch=options.watch)
 
 
@@ -103,6 +103,10 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="the JSON of /status; a list when there are several agents")
     status.add_argument("--watch", action="store_true", help="show it again every second until interrupted")
     status.add_argument("--run-id", metavar="JOB", help="only the agents of this job")
+    status.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", help="ask etcd instead: the whole job --rdzv-id")
+    status.add_argument("--rdzv-id", metavar="JOB", help="the job to show, with --rdzv-endpoint")
+    for name, text in (("ca", "CA certificate"), ("cert", "client certificate"), ("key", "its key"), ("user", "user")):
+        status.add_argument(f"--etcd-{name}", metavar="NAME" if name == "user" else "FILE", help=f"etcd: {text}")
     status.set_defaults(handler=_status)
 
     drain = commands.add_parser("drain", description="Ask an agent to save at the next step and stop, as SIGTERM does.")

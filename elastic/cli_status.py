@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import sys
@@ -29,6 +30,31 @@ def show_status(environ: Mapping[str, str], *, run_id: str | None, as_json: bool
     else:
         print(_as_json(agents) if as_json else _as_text(agents))
     return int(ExitCode.SUCCEEDED)
+
+
+def show_job(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """The whole job, from etcd. Raises: UsageError, StoreUnavailableError."""
+    if not (options.rdzv_endpoint and options.rdzv_id):
+        raise UsageError("--rdzv-endpoint and --rdzv-id need each other: which etcd, and which job in it")
+    from elastic.rendezvous.etcd_config import EtcdConfig, parse_endpoints
+    from elastic.rendezvous.etcd_store import open_store
+    from elastic.rendezvous.overview import job_overview
+
+    config = EtcdConfig(
+        endpoints=parse_endpoints(options.rdzv_endpoint),
+        ca=options.etcd_ca,
+        cert=options.etcd_cert,
+        key=options.etcd_key,
+        user=options.etcd_user,
+        password=environ.get("ELASTICD_ETCD_PASSWORD"),
+    )
+    with contextlib.closing(open_store(config)) as store:
+        while True:
+            status = job_overview(store, options.rdzv_id)
+            print(json.dumps(status.to_json()) if options.json else render(status, None), flush=True)
+            if not options.watch:
+                return int(ExitCode.SUCCEEDED)
+            time.sleep(_REFRESH_SECONDS)
 
 
 def drain_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | None) -> int:
@@ -78,16 +104,22 @@ def _as_text(agents: list[FoundAgent]) -> str:
     return "\n\n".join(render(agent.status, agent.pid) for agent in agents)
 
 
-def render(status: JobStatus, pid: int) -> str:
-    """One agent's view for people."""
+def render(status: JobStatus, pid: int | None) -> str:
+    """One agent's view for people; without a pid the whole job's, as etcd has it."""
     outcome = f" ({status.outcome})" if status.outcome else ""
     lines = [
         f"job {status.run_id}: {status.state}{outcome}, round {status.round}, world size {status.world_size}, "
         f"from step {shown(status.base_step)}",
-        f"node {status.node_id}, agent pid {pid}, incarnation {status.incarnation}",
-        f"restarts {status.restarts.used} of {status.restarts.limit} within {status.restarts.window_seconds:g} s; "
-        f"safe step: {shown(status.checkpoint.disk_step)} on disk, {shown(status.checkpoint.memory_step)} in memory",
     ]
+    if pid is None:
+        lines += [f"incarnation {status.incarnation}, restarts used: {status.restarts.used}"]
+    else:
+        lines += [
+            f"node {status.node_id}, agent pid {pid}, incarnation {status.incarnation}",
+            f"restarts {status.restarts.used} of {status.restarts.limit} in {status.restarts.window_seconds:g} s; "
+            f"safe step: {shown(status.checkpoint.disk_step)} on disk, "
+            f"{shown(status.checkpoint.memory_step)} in memory",
+        ]
     if status.nodes:
         rows = [(n.node_rank, n.node_id, n.addr, ",".join(map(str, n.ranks))) for n in status.nodes]
         lines += ["", table(("node rank", "node", "address", "ranks"), rows)]

@@ -2,6 +2,7 @@
 
     ElasticError                       exit
     +-- UsageError                     2    a flag, key, value, password or certificate is wrong
+    |   +-- StoreRefusedError          2    the store does not let us in: password, certificate, permission
     +-- JobFailedError                 1    the job cannot go on
     |   +-- BudgetSpentError           1    more failures than --max-restarts within --restart-window
     |   +-- NoUsableCheckpointError    1    there are checkpoints and none of them is good
@@ -9,6 +10,7 @@
     |   +-- DatasetChangedError        1    the checkpoint was made from other data
     +-- NotEnoughNodesError            3    fewer than MIN nodes for --join-timeout
     +-- StoreGoneError                 4    the store was away for longer than --join-timeout
+    +-- StoreUnavailableError          4    the store does not answer now; within --join-timeout it is waited for
     +-- StepsLostError                 5    stopped, but steps after the newest committed one are lost
     +-- DoNotRetryError                78   a worker said that a retry is useless (EX_CONFIG)
 
@@ -46,6 +48,10 @@ class UsageError(ElasticError):
     exit_code = ExitCode.USAGE
 
 
+class StoreRefusedError(UsageError):
+    """The store answered and will not let us in: the password, a certificate or a permission is wrong."""
+
+
 class JobFailedError(ElasticError):
     """The job cannot go on, and trying again would not help."""
 
@@ -74,6 +80,12 @@ class NotEnoughNodesError(ElasticError):
 
 class StoreGoneError(ElasticError):
     """The store did not answer for longer than --join-timeout."""
+
+    exit_code = ExitCode.STORE_GONE
+
+
+class StoreUnavailableError(ElasticError):
+    """The store did not answer in time; it may do so later."""
 
     exit_code = ExitCode.STORE_GONE
 

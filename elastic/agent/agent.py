@@ -20,18 +20,18 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic.agent import guard as guards
 from elastic.agent.crew import Crew
 from elastic.agent.decide import Act, Action, Asked, Observation, decide
-from elastic.agent.incidents import Incidents
 from elastic.agent.mailbox import Mailbox, Readable, Request, SignalReceived
+from elastic.agent.story import Story
 from elastic.agent.systemd import Notifier
 from elastic.agent.view import Facts, job_status
 from elastic.config import JobConfig
-from elastic.errors import ExitCode
-from elastic.rendezvous.membership import Breakage, Membership
+from elastic.errors import ElasticError, ExitCode
+from elastic.rendezvous.lease import FENCE_SHARE
+from elastic.rendezvous.membership import Membership, View
 from elastic.rendezvous.round import Phase, Round
 from elastic.status import FailureStatus, JobOutcome, JobStatus
 
@@ -43,6 +43,7 @@ _STATUS_SECONDS = 2.0
 _PASSES_PER_TTL = 6
 _ACTS_PER_PASS = 8
 _STACKS_SECONDS = 0.2
+_JOIN_AGAIN_SECONDS = 0.5  # for an expelled node's join to show in the view
 _OUTCOMES: dict[ExitCode, JobOutcome] = {
     ExitCode.SUCCEEDED: "succeeded",
     ExitCode.DRAINED: "drained",
@@ -63,7 +64,6 @@ class Agent(ElasticAgent):
         mailbox: Mailbox,
         guard: guards.Guard,
         notifier: Notifier,
-        incarnation: str,
     ) -> None:
         self._config = config
         self._group = WorkerGroup(spec)
@@ -71,15 +71,14 @@ class Agent(ElasticAgent):
         self._membership = membership
         self._mailbox = mailbox
         self._notifier = notifier
-        self._incarnation = incarnation
         self._guard = guard
-        self._incidents = Incidents()
+        self._story = Story(crew)
         self._asked = Asked.NOTHING
         self._joining = False
         self._done = False
-        self._last_failure: FailureStatus | None = None
-        self._failures: dict[int, ProcessFailure] = {}
+        self._join_again_at = 0.0
         self._finished: ExitCode | None = None
+        self._error: ElasticError | None = None  # kept: a membership that has been left has none
         self._last_pass = time.monotonic()
         self._last_status: JobStatus | None = None
 
@@ -111,13 +110,14 @@ class Agent(ElasticAgent):
         self._membership.open(self._mailbox.wake)
         self._guard.start()
         try:
+            self._pass([])
             while self._finished is None:
                 self._pass(self._mailbox.wait(self._next_deadline()))
         finally:
             self._release()
         succeeded = self._finished is ExitCode.SUCCEEDED
         self._group.state = WorkerState.SUCCEEDED if succeeded else WorkerState.FAILED
-        return RunResult(state=self._group.state, failures=self._failures)
+        return RunResult(state=self._group.state, failures=self._story.failures)
 
     @property
     def exit_code(self) -> ExitCode:
@@ -125,8 +125,19 @@ class Agent(ElasticAgent):
         return ExitCode.FAILED if self._finished is None else self._finished
 
     @property
+    def error(self) -> ElasticError | None:
+        """Why this node could not go on, where that is no worker's fault."""
+        return self._error
+
+    @property
+    def closing_cause(self) -> str:
+        """Why the job has failed, the same on every node; empty while it has not."""
+        view = self._membership.view()
+        return view.round.cause if view.round is not None and view.outcome == "failed" else ""
+
+    @property
     def last_failure(self) -> FailureStatus | None:
-        return self._last_failure
+        return self._story.last_failure
 
     def _pass(self, events: list[Any]) -> None:
         """Observe, decide, act, tell."""
@@ -143,7 +154,7 @@ class Agent(ElasticAgent):
                 break
         else:
             self._mailbox.wake()
-        self._close_incident()
+        self._story.look_for_recovery()
         for event in events:
             if isinstance(event, Request):
                 event.serve()
@@ -158,13 +169,15 @@ class Agent(ElasticAgent):
         return min([heartbeat, *(deadline for deadline in due if deadline is not None)])
 
     def _notice_freeze(self, now: float) -> None:
-        """The loop did not run for longer than its workers were allowed to live: the warden has killed them."""
-        alive = self._crew.workers.alive
-        if alive and now > self._membership.fence(self._last_pass):
-            logger.warning("the agent did not run for %.1f s: its workers are stopped", now - self._last_pass)
-            self._crew.done.frozen = True
-            self._begin_incident("agent frozen", failed_at=self._last_pass)
-            self._crew.kill()
+        """The workers were not allowed to live any longer: the warden has killed them, or is about to."""
+        if not self._crew.workers.alive or self._crew.done.frozen or now <= self._membership.fence(self._last_pass):
+            return
+        frozen = now - self._last_pass
+        was_frozen = frozen > FENCE_SHARE * self._config.lease_ttl_seconds
+        cause = f"the agent did not run for {frozen:.1f} s" if was_frozen else "the lease could not be renewed"
+        self._story.fenced(cause, failed_at=self._last_pass)
+        self._crew.done.frozen = True
+        self._crew.kill()
 
     def _take(self, events: list[Any]) -> None:
         for event in events:
@@ -179,12 +192,13 @@ class Agent(ElasticAgent):
             self._guard.cover([worker.pid for worker in self._crew.workers.alive])
         failed = [worker for worker in ended if worker in self._crew.failed]
         if failed:
-            self._begin_incident("worker failed", failed_at=min(worker.exited_at for worker in failed))
+            self._story.begin("worker failed", failed_at=min(worker.exited_at for worker in failed))
 
     def _take_signal(self, number: signal.Signals) -> None:
         logger.info("received %s", number.name)
         if number in (signal.SIGTERM, signal.SIGINT):
             self._asked = Asked.STOP if self._asked is not Asked.NOTHING else Asked.DRAIN
+            self._membership.leaving()
         elif number == signal.SIGQUIT:
             self._crew.workers.dump_stacks()
             time.sleep(_STACKS_SECONDS)  # the workers write their stacks themselves
@@ -193,19 +207,25 @@ class Agent(ElasticAgent):
             self._crew.workers.reopen_logs()
         elif number == signal.SIGUSR1 and self._config.usr1 == "drain":
             self._asked = max(self._asked, Asked.DRAIN)
+            self._membership.leaving()
         elif number == signal.SIGUSR1:
             for worker in self._crew.workers.alive:
                 worker.request_save()
 
     def _observe(self, now: float) -> Observation:
-        formed = self._membership.view().round
-        is_member = formed is not None and formed.node_rank(self._config.node_id) is not None
+        view = self._membership.view()
+        formed = view.round
         crew, done = self._crew, self._crew.done
+        self._error = self._error or view.error
+        self._story.note_round(view)
         return Observation(
             now=now,
-            round_number=formed.number if formed and is_member else 0,
+            round_number=formed.number if formed and view.node_rank is not None else 0,
             round_phase=formed.phase if formed else Phase.RUNNING,
-            round_outcome=formed.outcome if formed else "",
+            closed=_closed(view),
+            error=None if view.error is None else view.error.exit_code,
+            expelled=view.is_expelled and (bool(crew.workers.all) or now >= self._join_again_at),
+            drain_wanted=view.drain_wanted,
             started_round=crew.round,
             workers=crew.views(),
             asked=self._asked,
@@ -241,38 +261,37 @@ class Agent(ElasticAgent):
             ]()
 
     def _join(self) -> None:
-        self._joining = True
+        self._joining, self._done = True, False
+        self._join_again_at = time.monotonic() + _JOIN_AGAIN_SECONDS
         self._membership.join(after=self._crew.round, store_port=self._crew.open_store())
 
     def _start(self, _now: float) -> None:
-        formed = self._membership.view().round
+        view = self._membership.view()
+        formed = view.round
         if formed is None:
             return
         self._joining = False
-        self._incidents.decided(formed.number, time.monotonic())
+        self._story.decided(formed.number)
         logger.info(
             "round %d: %s; starting ranks %s of %d",
             formed.number,
             formed.cause,
-            list(formed.ranks(self._config.node_id)),
+            list(formed.ranks(view.node_id)),
             formed.world_size,
         )
         try:
-            self._crew.start(formed)
+            self._crew.start(formed, view.node_id)
         except OSError as exc:
-            logger.error("round %d: cannot start a worker: %s", formed.number, exc)
-            self._last_failure = FailureStatus(
-                rank=None, node_id=self._config.node_id, reason="cannot start", message=str(exc)
-            )
-            self._tell_broken(f"cannot start a worker: {exc}")
+            self._crew.done.announced = True
+            self._membership.announce(self._story.cannot_start(view.node_id, exc))
             self._crew.kill()
         self._guard.cover([worker.pid for worker in self._crew.workers.alive])
-        self._fill_group(formed)
+        self._fill_group(formed, view)
 
-    def _fill_group(self, formed: Round) -> None:
+    def _fill_group(self, formed: Round, view: View) -> None:
         """torch's view of the workers, for who reads it through `get_worker_group`."""
         group: Any = self._group  # torch leaves the attributes that a rendezvous fills in without types
-        group.group_rank = formed.node_rank(self._config.node_id)
+        group.group_rank = view.node_rank
         group.group_world_size = len(formed.members)
         group.master_addr, group.master_port = self._crew.master
         group.state = WorkerState.HEALTHY
@@ -282,31 +301,8 @@ class Agent(ElasticAgent):
             slot.world_size = slot.role_world_size = formed.world_size
 
     def _announce(self, _now: float) -> None:
-        """Tell the cause; what a frozen agent's workers died of is not held against the job."""
-        failure = self._crew.first_failure()
-        if self._crew.done.frozen or failure is None:
-            self._tell_broken("agent frozen", charged=False)
-            return
-        self._last_failure = failure
-        self._failures = {
-            worker.plan.rank: ProcessFailure(
-                local_rank=worker.plan.local_rank,
-                pid=worker.pid,
-                exitcode=worker.exit_code or 1,
-                error_file=worker.plan.error_file,
-            )
-            for worker in self._crew.failed
-        }
-        summary = f"rank {failure.rank} {failure.reason}: {failure.message.splitlines()[0]}"
-        logger.error("round %d: %s%s", self._crew.round, summary, _details(failure))
-        self._incidents.name(summary)
-        self._tell_broken(summary, fatal=any(view.is_final for view in self._crew.views()))
-
-    def _tell_broken(self, cause: str, *, charged: bool = True, fatal: bool = False) -> None:
         self._crew.done.announced = True
-        self._membership.announce(
-            Breakage(cause=cause, charged=charged, progressed=self._crew.has_progressed, fatal=fatal)
-        )
+        self._membership.announce(self._story.breakage(self._membership.view().node_id))
 
     def _drain(self, now: float) -> None:
         logger.info("round %d: draining, up to %s s", self._crew.round, self._config.drain_grace_seconds)
@@ -317,37 +313,30 @@ class Agent(ElasticAgent):
         self._membership.done()
 
     def _clear(self) -> None:
-        self._incidents.stopped(time.monotonic())
+        self._story.stopped()
         self._crew.clear()
 
     # After the acts.
 
-    def _begin_incident(self, cause: str, *, failed_at: float) -> None:
-        self._crew.read_progress()
-        self._incidents.begin(
-            cause=cause, applied_step=self._crew.applied_step, failed_at=failed_at, now=time.monotonic()
-        )
-
-    def _close_incident(self) -> None:
-        incident = self._incidents.observe([worker.progress for worker in self._crew.workers.all])
-        if incident is not None:
-            logger.info(
-                "round %d: recovered in %.2f s (%s), %s steps repeated",
-                incident.round,
-                incident.seconds.total or 0.0,
-                incident.cause,
-                incident.lost_steps,
-            )
-
     def _tell(self) -> None:
         """The pass is finished: move the workers' deadline on, feed systemd's watchdog."""
         self._last_pass = now = time.monotonic()
-        self._guard.allow_for(self._membership.fence(now) - now)
+        self._guard.allow_for(self._allowance(now))
         self._notifier.alive()
         self._last_status = status = self._make_status()
         if status.state in ("running", "waiting", "spare"):
             self._notifier.state(READY="1")
         self._notifier.state(STATUS=_headline(status))
+
+    def _allowance(self, now: float) -> float:
+        """How long the warden is to let live what it finds: workers end with the lease.
+
+        Where there are none only the agent's own pulse counts: a warden that sweeps because an old lease has ended
+        would kill the workers of the next round as they start.
+        """
+        if self._crew.workers.alive:
+            return self._membership.fence(now) - now
+        return FENCE_SHARE * self._config.lease_ttl_seconds
 
     def _make_status(self) -> JobStatus:
         finished = None if self._finished is None else _OUTCOMES.get(self._finished, "failed")
@@ -355,7 +344,6 @@ class Agent(ElasticAgent):
         return job_status(
             Facts(
                 config=self._config,
-                incarnation=self._incarnation,
                 view=self._membership.view(),
                 workers=crew.workers.all,
                 draining=crew.done.drain_until is not None,
@@ -363,8 +351,8 @@ class Agent(ElasticAgent):
                 finished=finished,
                 disk_step=crew.disk_step,
                 memory_step=crew.memory_step,
-                last_failure=self._last_failure,
-                incidents=self._incidents.all([worker.progress for worker in crew.workers.all]),
+                last_failure=self._story.last_failure,
+                incidents=self._story.incidents(),
             )
         )
 
@@ -376,12 +364,13 @@ class Agent(ElasticAgent):
         self._guard.close()
 
 
-def _details(failure: FailureStatus) -> str:
-    """Traceback and last log lines, indented below the line that names the failure."""
-    traceback = "\n".join(failure.message.splitlines()[1:])
-    parts = [part for part in (traceback, failure.log) if part]
-    text = "\n".join(parts)
-    return "".join(f"\n    {line}" for line in text.splitlines())
+def _closed(view: View) -> ExitCode | None:
+    """How the job has ended, for members and spares alike."""
+    if view.outcome == "succeeded":
+        return ExitCode.SUCCEEDED
+    if view.outcome == "failed":
+        return ExitCode(view.exit_code or ExitCode.FAILED)
+    return None
 
 
 def _headline(status: JobStatus) -> str:

@@ -48,18 +48,25 @@ class RoundActs:
 class Crew:
     """The workers of one round after another, and the steps they have reached."""
 
-    def __init__(self, *, config: JobConfig, logs_specs: LogsSpecs, mailbox: Mailbox, folder: Path, nonce: str) -> None:
+    def __init__(
+        self, *, config: JobConfig, logs_specs: LogsSpecs, mailbox: Mailbox, folder: Path, nonce: str, host: str = ""
+    ) -> None:
+        """`host`: the address that peers reach this node by; empty: there are none, and loopback will do."""
         self._config = config
         self._logs_specs = logs_specs
         self._folder = folder
         self._nonce = nonce
+        self._host = host
         self._command = job_command(config)
         self._console = Console(config)
-        self._store: TCPStore | None = None
+        self._store: TCPStore | None = None  # of the round whose workers are or were here
+        self._next_store: TCPStore | None = None  # for the round to come, if this node is to host it
         self._oom_kills = 0
         self.workers = Workers(mailbox)
-        self.master = ("", 0)
+        self._next_address: tuple[str, int] = ("", 0)
+        self.master: tuple[str, int] = ("", 0)
         self.round = 0
+        self._node_id = config.node_id
         self.done = RoundActs()
         self.applied_step = -1  # of the newest round that reported one
         self.disk_step = -1  # newest ever committed
@@ -94,30 +101,38 @@ class Crew:
     def open_store(self) -> int:
         """A fresh server for the round to come; an old one would hand the last round's keys to the new workers.
 
-        Returns its port. Raises: UsageError when --master-addr or --master-port cannot be had.
+        The last round's stays open until then: peers may still have workers of it. Returns the new one's port.
+
+        Raises:
+            UsageError: --master-addr or --master-port cannot be had.
         """
-        self._store = None
-        host, port = self._config.master_addr or "", self._config.master_port or 0
-        listener = _listen(host, port)
-        self.master = listener.getsockname()[:2]
-        self._store = TCPStore(
-            self.master[0],
-            self.master[1],
+        if self._next_store is not None:
+            return self._next_address[1]
+        if self._config.master_port:
+            self._store = None  # both would want the same port
+        listener = _listen(self._host or self._config.master_addr or "", self._config.master_port or 0)
+        self._next_address = listener.getsockname()[:2]
+        self._next_store = TCPStore(
+            self._next_address[0],
+            self._next_address[1],
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=30),
             master_listen_fd=listener.detach(),
         )
-        return self.master[1]
+        return self._next_address[1]
 
-    def start(self, formed: Round) -> None:
+    def start(self, formed: Round, node_id: str) -> None:
         """Start this node's workers of the round. Raises: OSError when a process cannot be started."""
-        self.round = formed.number
+        self.round, self._node_id = formed.number, node_id
+        hosts = formed.store_host == node_id
+        self.master = self._next_address if hosts else (formed.store_addr, formed.store_port)
+        self._store, self._next_store = (self._next_store if hosts else None), None
         self.done = RoundActs()
         self._record_step = max(self._record_step, self.applied_step)
         environs = {
             local_rank: worker_environ(
-                self._config, formed, local_rank=local_rank, master=self.master, nonce=self._nonce
+                self._config, formed, node_id, local_rank=local_rank, master=self.master, nonce=self._nonce
             )
             for local_rank in range(self._config.nproc_per_node)
         }
@@ -177,7 +192,6 @@ class Crew:
         self._console.stop()
         self.workers.close()
         self.workers.all = []
-        self._store = None
 
     def close(self) -> None:
         """End everything; idempotent."""
@@ -185,12 +199,12 @@ class Crew:
         for worker in self.workers.alive:
             worker.process.wait(30)
         self.workers.close()
-        self._store = None
+        self._store = self._next_store = None
         self._console.close()
 
     def first_failure(self) -> FailureStatus | None:
         worker = failures.first_failure(self.failed)
-        return None if worker is None else failures.describe(worker, self._config.node_id, self._oom_kills)
+        return None if worker is None else failures.describe(worker, self._node_id, self._oom_kills)
 
 
 def worker_view(worker: Worker) -> WorkerView:

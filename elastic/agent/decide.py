@@ -62,7 +62,10 @@ class Observation:
     now: float
     round_number: int = 0  # newest round this node is a member of; 0 = none
     round_phase: Phase = Phase.RUNNING
-    round_outcome: str = ""
+    closed: ExitCode | None = None  # the job has ended, for spares as well, and this is how
+    error: ExitCode | None = None  # this node cannot go on: no nodes, no store
+    expelled: bool = False  # the lease is lost, or the others went on without this node
+    drain_wanted: bool = False  # the store does not answer: save while the lease lasts
     started_round: int = 0  # the round whose workers are below
     workers: tuple[WorkerView, ...] = ()
     asked: Asked = Asked.NOTHING
@@ -114,16 +117,21 @@ def decide(seen: Observation) -> tuple[Action, ...]:
 def _while_alive(seen: Observation, alive: list[WorkerView]) -> tuple[Action, ...]:
     if seen.killed:
         return ()
-    if seen.asked is Asked.STOP:
+    if seen.asked is Asked.STOP or seen.error is not None or _is_over(seen):
         return (Action(act=Act.KILL),)
     failed = [worker for worker in seen.workers if worker.has_failed]
     if failed:
         return _after_failure(seen, failed, alive)
-    if seen.frozen or seen.round_number > seen.started_round or seen.round_phase in (Phase.BROKEN, Phase.CLOSED):
-        return (Action(act=Act.KILL),)
-    if seen.asked is Asked.DRAIN or seen.round_phase is Phase.DRAINING:
+    if seen.asked is Asked.DRAIN or seen.drain_wanted or seen.round_phase is Phase.DRAINING:
         return _drain(seen, alive)
     return ()
+
+
+def _is_over(seen: Observation) -> bool:
+    """The round of these workers has ended elsewhere: peers must not wait for collectives that cannot end."""
+    if seen.frozen or seen.expelled or seen.round_number > seen.started_round:
+        return True
+    return seen.round_phase in (Phase.BROKEN, Phase.CLOSED)
 
 
 def _after_failure(seen: Observation, failed: list[WorkerView], alive: list[WorkerView]) -> tuple[Action, ...]:
@@ -174,13 +182,18 @@ def _all_gone(seen: Observation) -> tuple[Action, ...]:
 
 
 def _without_workers(seen: Observation) -> tuple[Action, ...]:
-    if seen.round_number and seen.round_phase is Phase.CLOSED:
-        return _finish(ExitCode.FAILED if seen.round_outcome == "failed" else ExitCode.SUCCEEDED)
+    if seen.closed is not None:
+        return _finish(seen.closed)
+    if seen.error is not None:
+        return _finish(seen.error)
     if seen.asked is not Asked.NOTHING:
         return _finish(ExitCode.STEPS_LOST if seen.steps_lost else ExitCode.DRAINED)
-    if seen.round_number > seen.started_round and seen.round_phase is Phase.RUNNING:
+    if seen.round_number > seen.started_round and seen.round_phase is Phase.RUNNING and seen.joining:
         return (Action(act=Act.START),)
-    return () if seen.joining or seen.done else (Action(act=Act.JOIN),)
+    if seen.joining:
+        return (Action(act=Act.JOIN),) if seen.expelled else ()
+    waits_for_peers = seen.done and seen.round_phase in (Phase.RUNNING, Phase.DRAINING) and not seen.expelled
+    return () if waits_for_peers else (Action(act=Act.JOIN),)
 
 
 def _finish(code: ExitCode) -> tuple[Action, ...]:

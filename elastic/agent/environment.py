@@ -13,19 +13,23 @@ from elastic.rendezvous.round import Round
 def worker_environ(
     config: JobConfig,
     formed: Round,
+    node_id: str,
     *,
     local_rank: int,
     master: tuple[str, int],
     nonce: str,
     inherited: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Variables of one worker on top of the agent's own; `master` is address and port of the round's store."""
-    ranks = formed.ranks(config.node_id)
+    """Variables of one worker on top of the agent's own.
+
+    `node_id` is this node's as it was granted, `master` address and port of the round's store.
+    """
+    ranks = formed.ranks(node_id)
     rank, world_size = ranks[local_rank], formed.world_size
     environ = {
         "RANK": str(rank),
         "LOCAL_RANK": "0" if config.virtual_local_rank else str(local_rank),
-        "GROUP_RANK": str(formed.node_rank(config.node_id)),
+        "GROUP_RANK": str(formed.node_rank(node_id)),
         "ROLE_RANK": str(rank),
         "ROLE_NAME": config.role,
         "LOCAL_WORLD_SIZE": str(len(ranks)),
@@ -42,7 +46,7 @@ def worker_environ(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "ELASTICD_ROUND": str(formed.number),
         "ELASTICD_INCARNATION": formed.incarnation,
-        "ELASTICD_NODE_ID": config.node_id,
+        "ELASTICD_NODE_ID": node_id,
         "ELASTICD_NONCE": nonce,
         "ELASTICD_DRAIN_GRACE": str(config.drain_grace_seconds),
     }

@@ -6,12 +6,12 @@ import contextlib
 import logging
 import os
 import secrets
-import time
 from collections.abc import Iterator
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from elastic.agent.agent import SIGNALS, Agent
+from elastic.agent.assembly import make_rendezvous
 from elastic.agent.crew import Crew
 from elastic.agent.environment import job_command
 from elastic.agent.guard import Guard
@@ -22,15 +22,10 @@ from elastic.agent.systemd import Notifier
 from elastic.config import JobConfig
 from elastic.errors import ExitCode
 from elastic.metrics.server import StatusServer
-from elastic.own_checkpoints import own_checkpoints
 from elastic.rendezvous.handler import MembershipHandler
-from elastic.rendezvous.round import Budget, Node
-from elastic.rendezvous.standalone import Standalone
 from elastic.runtime import runtime_dir, socket_path
 
 logger = logging.getLogger(__name__)
-
-FENCE_SHARE = 0.8  # of the lease ttl: until then a node's workers may live without news from their agent
 
 
 def run_job(config: JobConfig) -> int:
@@ -39,18 +34,9 @@ def run_job(config: JobConfig) -> int:
     mailbox.take_signals(SIGNALS)
     with contextlib.closing(mailbox), _instance() as instance:
         keep_open = () if config.checkpoint_dir is None else (instance.lock_job(config.checkpoint_dir),)
-        incarnation, nonce = secrets.token_hex(4), secrets.token_hex(16)
-        first_number = 1 + (
-            own_checkpoints("catalog").highest_round(config.checkpoint_dir) if config.checkpoint_dir else 0
-        )
-        membership = Standalone(
-            node=Node(node_id=config.node_id, addr="127.0.0.1", slots=config.nproc_per_node),
-            incarnation=incarnation,
-            first_number=first_number,
-            budget=Budget(limit=config.max_restarts, window_seconds=config.restart_window_seconds),
-            fence_seconds=FENCE_SHARE * config.lease_ttl_seconds,
-            clock=time.monotonic,
-        )
+        nonce = secrets.token_hex(16)
+        rendezvous = make_rendezvous(config)
+        membership = rendezvous.membership
         agent = Agent(
             config=config,
             spec=_worker_spec(config, MembershipHandler(membership, run_id=config.run_id, backend=config.rdzv_backend)),
@@ -60,12 +46,12 @@ def run_job(config: JobConfig) -> int:
                 mailbox=mailbox,
                 folder=instance.folder,
                 nonce=nonce,
+                host=rendezvous.host,
             ),
             membership=membership,
             mailbox=mailbox,
             guard=Guard(mailbox, nonce, keep_open),
             notifier=Notifier(os.environ),
-            incarnation=incarnation,
         )
         socket_file = socket_path(instance.folder.parent, os.getpid())
         server = StatusServer(config.http_host, config.http_port, socket_file, agent.status, agent.is_healthy)
@@ -107,6 +93,10 @@ def _report(agent: Agent) -> int:
         logger.info("the job has %s", "succeeded" if code is ExitCode.SUCCEEDED else "drained: run it again to go on")
     elif code is ExitCode.STEPS_LOST:
         logger.error("stopped, but steps after the newest committed one are lost")
+    elif agent.error is not None:
+        logger.error("the job has failed here: %s", agent.error)
+    elif agent.closing_cause:
+        logger.error("the job has failed: %s", agent.closing_cause)
     elif failure is not None:
         logger.error(
             "the job has failed: rank %s %s: %s", failure.rank, failure.reason, failure.message.splitlines()[0]

@@ -33,7 +33,6 @@ class Facts:
     """What the status is made of."""
 
     config: JobConfig
-    incarnation: str
     view: View
     workers: Sequence[Worker]
     draining: bool
@@ -50,14 +49,14 @@ def job_status(facts: Facts) -> JobStatus:
     formed, config, view = facts.view.round, facts.config, facts.view
     return JobStatus(
         run_id=config.run_id,
-        incarnation=facts.incarnation,
-        node_id=config.node_id,
+        incarnation=view.incarnation,
+        node_id=view.node_id or config.node_id,
         state=job_state(facts),
         round=formed.number if formed else 0,
         base_step=next((w.progress.base_step for w in facts.workers if w.progress.in_loop), None),
         world_size=formed.world_size if formed else 0,
         outcome=facts.finished,
-        nodes=_nodes(formed, view, config.node_id),
+        nodes=_nodes(formed, view),
         waiting=tuple(WaitingStatus(node_id=w.node_id, reason=w.reason) for w in view.waiting),
         workers=tuple(_worker(w, draining=facts.draining) for w in facts.workers),
         restarts=RestartStatus(
@@ -79,6 +78,8 @@ def job_state(facts: Facts) -> JobState:
         if facts.draining:
             return "draining"
         return "running" if all(_is_running(worker) for worker in facts.workers) else "starting"
+    if facts.view.is_spare:
+        return "spare"
     if facts.view.waiting:
         return "waiting"
     return "joining" if facts.joining or formed is None else "stopped"
@@ -90,7 +91,7 @@ def _is_running(worker: Worker) -> bool:
     return not worker.progress.pid and time.monotonic() - worker.started_at > _SESSION_SECONDS
 
 
-def _nodes(formed: Round | None, view: View, node_id: str) -> tuple[NodeStatus, ...]:
+def _nodes(formed: Round | None, view: View) -> tuple[NodeStatus, ...]:
     if formed is None:
         return ()
     addresses = {node.node_id: node.addr for node in view.nodes}

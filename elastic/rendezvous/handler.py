@@ -1,11 +1,19 @@
 """A thin adapter from our membership to torch's RendezvousHandler, for code written against torch's agent contract.
 
 The agent itself works on `Membership`; torch's WorkerSpec wants a handler, and tools ask it for the backend and run id.
+Plain torchrun finds its own handler through the entry point below, which torch loads in every process: so it imports
+nothing before a handler is made.
 """
 
 from __future__ import annotations
 
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousHandlerCreator,
+    RendezvousInfo,
+    RendezvousParameters,
+)
 
 from elastic.rendezvous.membership import Membership
 from elastic.rendezvous.round import Phase
@@ -46,3 +54,14 @@ class MembershipHandler(RendezvousHandler):
     def shutdown(self) -> bool:
         self._membership.close()
         return True
+
+
+def torchrun_handler() -> RendezvousHandlerCreator:
+    """The entry point `etcd3` of the group `torchrun.handlers`; torch calls it without arguments."""
+
+    def create(params: RendezvousParameters) -> RendezvousHandler:
+        from elastic.rendezvous.torchrun import create_handler
+
+        return create_handler(params)
+
+    return create

@@ -45,10 +45,15 @@ class Node:
     node_id: str
     addr: str
     slots: int  # local workers
-    join: int = 1  # counts how often this node has joined
+    join: int = 1  # grows each time that this node comes anew: its agent started, or its lease was lost
     after: int = 0  # the last round whose workers it has stopped
     store_port: int = 0  # a TCPStore server it holds open for the next round
     ready: bool = True  # its standbys are warm
+    done: int = 0  # the round whose workers have finished the training
+    leaving: bool = False  # it drains and will not be in the next round
+    incarnation: str = ""  # the incarnation it has seen alive; "" = it has just been started
+    first_number: int = 1  # above every round that its checkpoints know
+    settings: str = ""  # digest of what all nodes must agree on
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,14 @@ class Member:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Flaky:
+    """A node that was lost soon after it had been let in, and how often in a row."""
+
+    node_id: str
+    losses: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
     """One formation of the job, the same on every node."""
 
@@ -70,8 +83,19 @@ class Round:
     cause: str
     members: tuple[Member, ...]
     store_host: str = ""  # node id of the store's host
+    store_addr: str = ""
+    store_port: int = 0
     base_step: int = -1
     outcome: str = ""
+    exit_code: int = 0  # of a job that has failed, where it is known
+    charged: bool = False  # what broke it takes from the budget
+    progressed: bool = False  # it had applied a new step before it broke
+    consequence: bool = False  # its cause looks like the loss of a peer: a better one may still come
+    failures: int = 0  # failures without progress, in a row, before this round
+    leaving: tuple[str, ...] = ()  # members that had said so when the round began to drain
+    flaky: tuple[Flaky, ...] = ()
+    late: tuple[tuple[str, int], ...] = ()  # node id and join of who was left out for not stopping in time
+    settings: str = ""
 
     @property
     def world_size(self) -> int:
@@ -90,16 +114,36 @@ class Round:
             first += member.slots
         return range(0)
 
+    def seat_of(self, node_id: str, join: int) -> int | None:
+        """Node rank of this very join of the node, None when it is no member."""
+        rank = self.node_rank(node_id)
+        return rank if rank is not None and self.members[rank].join == join else None
+
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        """Compact, for every node reads it: a member is a list, what is as always is left out."""
+        fields: dict[str, Any] = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.default is dataclasses.MISSING or getattr(self, field.name) != field.default
+        }
+        fields["members"] = [(member.node_id, member.join, member.slots) for member in self.members]
+        if self.flaky:
+            fields["flaky"] = [(flaky.node_id, flaky.losses) for flaky in self.flaky]
+        return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Round:
-        """Raises: ValueError when `text` is not a round."""
+        """Keys that a newer version has added are ignored. Raises: ValueError when `text` is not a round."""
         try:
             fields: dict[str, Any] = json.loads(text)
-            members = tuple(Member(**member) for member in fields.pop("members"))
-            return cls(phase=Phase(fields.pop("phase")), members=members, **fields)
+            members = tuple(Member(node_id=i, join=join, slots=slots) for i, join, slots in fields.pop("members"))
+            flaky = tuple(Flaky(node_id=i, losses=losses) for i, losses in fields.pop("flaky", ()))
+            leaving = tuple(fields.pop("leaving", ()))
+            late = tuple((i, join) for i, join in fields.pop("late", ()))
+            phase = Phase(fields.pop("phase"))
+            known = {field.name for field in dataclasses.fields(cls)}
+            rest = {name: value for name, value in fields.items() if name in known}
+            return cls(phase=phase, members=members, flaky=flaky, leaving=leaving, late=late, **rest)
         except (TypeError, KeyError, AttributeError) as exc:
             raise ValueError(f"not a round record: {text[:200]!r}") from exc
 
@@ -112,12 +156,19 @@ def advance(current: Round, phase: Phase, cause: str, outcome: str = "") -> Roun
 
 
 def all_stopped(current: Round, nodes: Mapping[str, Node]) -> bool:
-    """Whether every member has stopped the round's workers, or is gone and so are they."""
+    """Whether every member has stopped the round's workers, or is gone and so are they.
+
+    Who is done has no workers left either; but unless the round is closed it is to join again before the next one.
+    """
+
+    def has_stopped(node: Node) -> bool:
+        closed_and_done = current.phase is Phase.CLOSED and node.done >= current.number
+        return node.after >= current.number or closed_and_done
+
+    present = (nodes.get(member.node_id) for member in current.members)
     return all(
-        member.node_id not in nodes
-        or nodes[member.node_id].after >= current.number
-        or nodes[member.node_id].join != member.join
-        for member in current.members
+        node is None or node.join != member.join or has_stopped(node)
+        for node, member in zip(present, current.members, strict=True)
     )
 
 
@@ -169,15 +220,31 @@ def next_round(
     ]
     if len(candidates) < limits.min_nodes:
         return None
+    return form(current, candidates, limits, incarnation=incarnation, first_number=first_number, cause=cause)
+
+
+def form(
+    current: Round | None,
+    candidates: Collection[Node],
+    limits: Limits,
+    *,
+    incarnation: str,
+    first_number: int,
+    cause: str,
+) -> Round:
+    """The round of these nodes that follows `current`; node rank 0 hosts its store."""
     members = seat(current.members if current else (), candidates, limits.max_nodes)
-    number = max(first_number, current.number + 1 if current else 0)
+    host = next(node for node in candidates if node.node_id == members[0].node_id)
     return Round(
-        number=number,
+        number=max(first_number, current.number + 1 if current else 0),
         incarnation=incarnation,
         phase=Phase.RUNNING,
         cause=cause,
         members=members,
-        store_host=members[0].node_id,
+        store_host=host.node_id,
+        store_addr=host.addr,
+        store_port=host.store_port,
+        settings=host.settings,
     )
 
 

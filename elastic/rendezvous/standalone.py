@@ -5,6 +5,7 @@ Rounds are decided by the same pure functions as on many nodes; the budget's win
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 from collections.abc import Callable
@@ -49,16 +50,13 @@ class Standalone:
     def open(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
 
-    def join(self, *, after: int, store_port: int) -> None:
-        self._node = Node(
-            node_id=self._node.node_id,
-            addr=self._node.addr,
-            slots=self._node.slots,
-            after=after,
-            store_port=store_port,
-        )
+    def join(self, *, after: int, store_port: int, ready: bool = True) -> None:
+        self._node = dataclasses.replace(self._node, after=after, store_port=store_port, ready=ready)
         self._joining_since = self._clock()
         self.pump(self._joining_since)
+
+    def ready(self) -> None:
+        """One node waits for nobody."""
 
     def announce(self, breakage: Breakage) -> None:
         if self._round is None or self._round.phase in (Phase.BROKEN, Phase.CLOSED):
@@ -71,11 +69,15 @@ class Standalone:
         self._not_before = now + backoff_seconds(self._failures_without_progress - 1, self._jitter())
         self._set(advance(self._round, Phase.BROKEN, breakage.cause))
         if breakage.fatal or self._budget.is_spent(now):
-            self._set(advance(self._round, Phase.CLOSED, breakage.cause, outcome="failed"))
+            closed = advance(self._round, Phase.CLOSED, breakage.cause, outcome="failed")
+            self._set(dataclasses.replace(closed, exit_code=breakage.exit_code))
 
     def done(self) -> None:
         if self._round is not None:
             self._set(advance(self._round, Phase.CLOSED, "all members are done", outcome="succeeded"))
+
+    def leaving(self) -> None:
+        """The agent drains its own workers; there is nobody to tell."""
 
     def leave(self, *, outcome: str) -> None:
         self._joining_since = None
@@ -95,6 +97,12 @@ class Standalone:
             restarts_used=self._budget.used(now),
             restarts_limit=self._budget.limit,
             restart_window_seconds=self._budget.window_seconds,
+            node_id=self._node.node_id,
+            node_rank=0 if self._round is not None else None,
+            incarnation=self._incarnation,
+            is_leader=True,
+            outcome=self._round.outcome if self._round is not None else "",
+            exit_code=self._round.exit_code if self._round is not None else 0,
         )
 
     def pump(self, now: float) -> float | None:

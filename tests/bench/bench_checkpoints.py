@@ -136,6 +136,35 @@ def measure_dcp(times: Times, directory: Path, state: Any, own: Any, rank: int) 
     timed(times, "dcp_async_stall", lambda: dcp.async_save(state, checkpoint_id=path, process_group=own)).result()
 
 
+def measure_transfer(rank: int, world_size: int, store: dist.Store, base: Path, megabytes: int, repeats: int) -> Times:
+    """Two nodes with disks of their own; the second one comes new each time and is sent the state."""
+    times: Times = {}
+    state, directory = make_state(megabytes), base / f"node{rank}"
+    for repeat in range(repeats + 1):
+        manager = CheckpointManager(directory, rank=rank, world_size=world_size, store=store)
+        if repeat == 0:
+            manager.save(1, state)
+            manager.wait()
+        timed(times, "own_disks", lambda: manager.restore(state))  # noqa: B023
+        manager.close()
+        if rank == 1:
+            shutil.rmtree(directory)
+        manager = CheckpointManager(directory, rank=rank, world_size=world_size, store=store)
+        timed(times, "newcomer", lambda: manager.restore(state))  # noqa: B023
+        manager.close()
+    return times
+
+
+def report_transfer(base: Path, megabytes: int, repeats: int) -> None:
+    times = run_ranks(2, measure_transfer, base, megabytes, repeats, process_group=True, timeout_seconds=300)[0]
+    own, newcomer = (statistics.median(times[name][1:]) for name in ("own_disks", "newcomer"))
+    speed = megabytes / (newcomer - own)
+    print(
+        f"\n  restore of {megabytes} MB: {own:.3f} s from own disks, {newcomer:.3f} s with a newcomer that is sent it,"
+    )
+    print(f"  keeps a copy and loads that: {speed:.0f} MB/s from peer to durable")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=1056, help="size of the whole state")
@@ -147,6 +176,7 @@ def main() -> None:
         times = run_ranks(
             2, measure, base, arguments.megabytes, arguments.repeats, process_group=True, timeout_seconds=900
         )[0]
+        report_transfer(base / "transfer", 200, arguments.repeats)
     finally:
         shutil.rmtree(base)
     medians = {name: statistics.median(values[1:]) for name, values in times.items()}  # the first one warms up

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from checkpoints.choose import Candidate, Offer, choose, voiding_round
+from checkpoints.choose import Candidate, Choice, Offer, choose, voiding_round
 from checkpoints.retention import Kept, removable
 from checkpoints.rounds import frontier
 
@@ -37,13 +37,13 @@ def test_newest_state_of_the_line_is_chosen(
 ) -> None:
     states = [state(*candidate) for candidate in candidates]
     for order in itertools.permutations(states):
-        choice = choose([offer(*order, rounds=rounds)], {})
+        choice = choose([offer(*order, rounds=rounds)], {}, (0,))
         assert (choice.chosen and (choice.chosen.round, choice.chosen.step)) == chosen
 
 
 def test_struck_candidate_gives_way_to_the_next_older_of_the_line_with_its_reason() -> None:
     seen = [offer(state(1, 0, 10), state(1, 0, 20), state(2, 10, 15))]
-    choice = choose(seen, {"r2s15": "damaged"})
+    choice = choose(seen, {"r2s15": "damaged"}, (0,))
     assert choice.chosen == state(1, 0, 10)
     assert choice.skipped == (
         ("step-000000000015", "damaged"),
@@ -51,20 +51,33 @@ def test_struck_candidate_gives_way_to_the_next_older_of_the_line_with_its_reaso
     )
 
 
-def test_only_what_every_rank_sees_is_eligible_and_the_blind_are_named() -> None:
+def test_of_a_shared_directory_only_what_every_rank_sees_is_eligible_and_the_blind_are_named() -> None:
     both, one = state(1, 0, 10), state(1, 0, 20)
-    choice = choose([offer(both, one), offer(both), offer(both)], {})
+    choice = choose([offer(both, one), offer(both), offer(both)], {}, (0, 0, 0))
     assert choice.chosen == both
     assert "not readable by rank 1, 2" in choice.skipped[0][1]
 
 
+def test_what_one_home_has_whole_is_eligible_for_all() -> None:
+    both, one = state(1, 0, 10), state(1, 0, 20)
+    offers = [offer(both), offer(both), offer(both, one), offer(both, one)]
+    assert choose(offers, {}, (0, 0, 2, 2)) == Choice(chosen=one, skipped=())
+    offers[3] = offer(both)  # it does not see what rank 2 of the same home sees
+    choice = choose(offers, {}, (0, 0, 2, 2))
+    assert choice.chosen == both
+    assert "not readable by rank 0, 1, 3" in choice.skipped[0][1]
+
+
 def test_same_step_of_another_commit_is_another_state() -> None:
     mine, other = state(1, 0, 10), Candidate(name="step-000000000010", commit="x", round=1, base_step=0, step=10)
-    assert choose([offer(mine), offer(other)], {}).chosen is None
+    assert choose([offer(mine), offer(other)], {}, (0, 0)).chosen is None
+    assert choose([offer(mine), offer(other)], {"x": "damaged"}, (0, 1)).chosen == mine
 
 
 def test_evidence_of_any_rank_counts() -> None:
-    assert choose([offer(state(1, 0, 20)), offer(state(1, 0, 20), rounds=((2, 10),))], {}).chosen is None
+    offers = [offer(state(1, 0, 20)), offer(state(1, 0, 20), rounds=((2, 10),))]
+    assert choose(offers, {}, (0, 0)).chosen is None
+    assert choose(offers, {}, (0, 1)).chosen is None
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -5,6 +5,7 @@
 FAULTS is JSON: round number -> fault that rank 1 commits in that round at the first step it runs with an even number
 (`import` happens at import). A fault is one of import, step, loader, micro, kill, segv, exit, term.
 Files in FOLDER: `ledger` (a line per rank and step), `digest` (at the end), `now` (what rank 0 is doing).
+While there is a file `slow`, micro-steps take long, so that the training does not end before what the test waits for.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ FAULT = FAULTS.get(ROUND, "") if RANK == 1 else ""
 SAMPLES, GLOBAL, MICRO, SEED = 67, 8, 2, 5
 STEPS = int(os.environ.get("TEST_STEPS", "30"))
 SLOW_SECONDS = float(os.environ.get("TEST_STEP_SECONDS", "0.01"))
+SLOWER_SECONDS = 0.2
 
 if FAULT == "import":
     raise ImportError("broken at import")
@@ -66,7 +68,7 @@ class Job(Task):
         return Items()
 
     def loss(self, model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
-        time.sleep(SLOW_SECONDS)
+        time.sleep(SLOWER_SECONDS if (FOLDER / "slow").exists() else SLOW_SECONDS)
         self.losses_asked += 1
         if self.losses_asked > 5:
             commit_fault(self.losses_asked)

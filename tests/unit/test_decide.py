@@ -47,6 +47,7 @@ STOPPED = (-15, {"stopped_by_us": True})
         ({"round_number": 0, "started_round": 0}, ["JOIN"]),
         ({"round_number": 0, "started_round": 0, "joining": True}, []),
         ({"started_round": 0, "joining": True}, ["START"]),
+        ({"started_round": 0, "joining": True, "expelled": True, "round_number": 0}, ["JOIN"]),
         ({"round_number": 0, "started_round": 0, "joining": True, "asked": Asked.DRAIN}, ["LEAVE", "FINISH"]),
         # all is well
         ({"workers": workers("loop", "loop")}, []),
@@ -82,8 +83,15 @@ STOPPED = (-15, {"stopped_by_us": True})
         ({"workers": workers("loop", "loop"), "asked": Asked.STOP}, ["KILL"]),
         ({"workers": workers("loop", "loop"), "asked": Asked.STOP, "drain_until": 120.0}, ["KILL"]),
         # after the end
-        ({"done": True, "round_phase": Phase.CLOSED, "round_outcome": "succeeded"}, ["LEAVE", "FINISH"]),
+        ({"done": True, "round_phase": Phase.CLOSED, "closed": ExitCode.SUCCEEDED}, ["LEAVE", "FINISH"]),
         ({"done": True}, []),
+        ({"done": True, "round_phase": Phase.BROKEN}, ["JOIN"]),
+        ({"round_number": 0, "joining": True, "closed": ExitCode.SUCCEEDED}, ["LEAVE", "FINISH"]),
+        # what ends a round elsewhere
+        ({"workers": workers("loop", "loop"), "expelled": True}, ["KILL"]),
+        ({"workers": workers(LOST_PEER, "loop"), "round_phase": Phase.BROKEN}, ["KILL"]),
+        ({"workers": workers("loop", "loop"), "drain_wanted": True}, ["DRAIN"]),
+        ({"workers": workers("loop", "loop"), "error": ExitCode.STORE_GONE}, ["KILL"]),
         ({"joining": True, "round_phase": Phase.BROKEN}, []),
     ],
 )
@@ -102,8 +110,9 @@ def test_an_observation_leads_to_these_acts(fields: dict[str, Any], expected: li
         ({"workers": workers(FATAL, STOPPED), "announced": True}, ExitCode.FAILED),
         ({"workers": workers(FATAL, STOPPED), "announced": True, "asked": Asked.DRAIN}, ExitCode.FAILED),
         ({"workers": workers(78, STOPPED), "announced": True}, ExitCode.DO_NOT_RETRY),
-        ({"round_phase": Phase.CLOSED, "round_outcome": "failed", "joining": True}, ExitCode.FAILED),
-        ({"round_phase": Phase.CLOSED, "round_outcome": "succeeded", "done": True}, ExitCode.SUCCEEDED),
+        ({"round_phase": Phase.CLOSED, "closed": ExitCode.FAILED, "joining": True}, ExitCode.FAILED),
+        ({"round_phase": Phase.CLOSED, "closed": ExitCode.SUCCEEDED, "done": True}, ExitCode.SUCCEEDED),
+        ({"joining": True, "error": ExitCode.NOT_ENOUGH_NODES}, ExitCode.NOT_ENOUGH_NODES),
         ({"joining": True, "asked": Asked.DRAIN, "steps_lost": True}, ExitCode.STEPS_LOST),
     ],
 )

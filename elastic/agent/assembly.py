@@ -1,0 +1,89 @@
+"""A job's settings -> its membership: one node without a server, or this node's part on etcd."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import time
+
+from elastic import __version__
+from elastic.config import JobConfig, settings_digest
+from elastic.own_checkpoints import own_checkpoints
+from elastic.rendezvous.lease import FENCE_SHARE
+from elastic.rendezvous.membership import Membership
+from elastic.rendezvous.round import Budget, Limits, Node
+from elastic.rendezvous.standalone import Standalone
+
+PASSWORD_VARIABLE = "ELASTICD_ETCD_PASSWORD"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """A membership, and the address that peers reach this node by (empty: there are none)."""
+
+    membership: Membership
+    host: str
+
+
+def make_rendezvous(config: JobConfig) -> Rendezvous:
+    """Nothing is opened yet but the connection to etcd. Raises: UsageError, StoreUnavailableError."""
+    first_number = 1 + (own_checkpoints("catalog").highest_round(config.checkpoint_dir) if config.checkpoint_dir else 0)
+    return _standalone(config, first_number) if config.rdzv_backend == "standalone" else _on_etcd(config, first_number)
+
+
+def _standalone(config: JobConfig, first_number: int) -> Rendezvous:
+    membership = Standalone(
+        node=Node(node_id=config.node_id, addr="127.0.0.1", slots=config.nproc_per_node),
+        incarnation=secrets.token_hex(4),
+        first_number=first_number,
+        budget=Budget(limit=config.max_restarts, window_seconds=config.restart_window_seconds),
+        fence_seconds=FENCE_SHARE * config.lease_ttl_seconds,
+        clock=time.monotonic,
+    )
+    return Rendezvous(membership=membership, host="")
+
+
+def _on_etcd(config: JobConfig, first_number: int) -> Rendezvous:
+    """etcd3 and what it needs are imported here, so that a job on one node does without them."""
+    from elastic.rendezvous.connect import make_member
+    from elastic.rendezvous.etcd_config import EtcdConfig, parse_endpoints
+    from elastic.rendezvous.identity import address_towards, own_identity
+    from elastic.rendezvous.leader_view import Rules
+    from elastic.rendezvous.participant import Settings
+
+    endpoints = parse_endpoints(config.rdzv_endpoint)
+    etcd = EtcdConfig(
+        endpoints=endpoints,
+        ca=config.etcd_ca,
+        cert=config.etcd_cert,
+        key=config.etcd_key,
+        user=config.etcd_user,
+        password=os.environ.get(PASSWORD_VARIABLE),
+    )
+    host = config.local_addr or address_towards(endpoints)
+    digest = settings_digest(config)
+    rules = Rules(
+        limits=Limits(min_nodes=config.min_nodes, max_nodes=config.max_nodes),
+        last_call_seconds=config.last_call_seconds,
+        settle_seconds=config.settle_seconds,
+        drain_grace_seconds=config.drain_grace_seconds,
+        ttl_seconds=config.lease_ttl_seconds,
+        max_restarts=config.max_restarts,
+        restart_window_seconds=config.restart_window_seconds,
+        settings=digest,
+    )
+    node = Node(
+        node_id=config.node_id,
+        addr=host,
+        slots=config.nproc_per_node,
+        first_number=first_number,
+        settings=digest,
+    )
+    settings = Settings(
+        node=node, identity=own_identity(), rules=rules, ttl_seconds=config.lease_ttl_seconds, version=__version__
+    )
+    membership = make_member(
+        etcd=etcd, run_id=config.run_id, settings=settings, join_timeout_seconds=config.join_timeout_seconds
+    )
+    return Rendezvous(membership=membership, host=host)

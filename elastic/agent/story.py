@@ -1,0 +1,115 @@
+"""What has gone wrong so far and how it was recovered from: failures and incidents, told to the log and to `status`."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from elastic.agent.crew import Crew
+from elastic.agent.incidents import Incidents
+from elastic.errors import ExitCode
+from elastic.rendezvous.membership import Breakage, View
+from elastic.rendezvous.round import Phase
+from elastic.status import FailureStatus, Incident
+
+logger = logging.getLogger(__name__)
+
+
+class Story:
+    """Fed by the agent's loop."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+        self._incidents = Incidents()
+        self._fenced_by = ""
+        self.last_failure: FailureStatus | None = None
+        self.failures: dict[int, ProcessFailure] = {}  # of the last round that failed, by rank: torch's contract
+
+    def begin(self, cause: str, *, failed_at: float) -> None:
+        """Something has ended the round, or is about to."""
+        self._crew.read_progress()
+        self._incidents.begin(
+            cause=cause, applied_step=self._crew.applied_step, failed_at=failed_at, now=time.monotonic()
+        )
+
+    def fenced(self, cause: str, *, failed_at: float) -> None:
+        """The workers were not allowed to live any longer."""
+        logger.warning("round %d: %s: its workers are stopped", self._crew.round, cause)
+        self._fenced_by = cause
+        self.begin(cause, failed_at=failed_at)
+
+    def note_round(self, view: View) -> None:
+        """What ended the round elsewhere begins the incident here."""
+        formed = view.round
+        if formed is None or not self._crew.workers.alive or self._crew.done.killed:
+            return
+        if view.is_expelled:
+            self.begin("the lease was lost", failed_at=time.monotonic())
+        elif formed.phase in (Phase.DRAINING, Phase.BROKEN) and formed.number == self._crew.round:
+            self.begin(formed.cause, failed_at=time.monotonic())
+
+    def stopped(self) -> None:
+        self._incidents.stopped(time.monotonic())
+
+    def decided(self, round_number: int) -> None:
+        self._incidents.decided(round_number, time.monotonic())
+
+    def cannot_start(self, node_id: str, error: OSError) -> Breakage:
+        """A worker could not even be started."""
+        logger.error("round %d: cannot start a worker: %s", self._crew.round, error)
+        self.last_failure = FailureStatus(rank=None, node_id=node_id, reason="cannot start", message=str(error))
+        return Breakage(cause=f"cannot start a worker: {error}", charged=True, progressed=False)
+
+    def breakage(self, node_id: str) -> Breakage:
+        """Why this node's workers have ended; what a fenced node's workers died of is not held against the job."""
+        failure = self._crew.first_failure()
+        progressed = self._crew.has_progressed
+        if self._crew.done.frozen or failure is None:
+            return Breakage(cause=f"node {node_id}: {self._fenced_by}", charged=False, progressed=progressed)
+        self.last_failure = failure
+        self.failures = {
+            worker.plan.rank: ProcessFailure(
+                local_rank=worker.plan.local_rank,
+                pid=worker.pid,
+                exitcode=worker.exit_code or 1,
+                error_file=worker.plan.error_file,
+            )
+            for worker in self._crew.failed
+        }
+        summary = f"rank {failure.rank} {failure.reason}: {failure.message.splitlines()[0]}"
+        logger.error("round %d: %s%s", self._crew.round, summary, _details(failure))
+        self._incidents.name(summary)
+        failed = [view for view in self._crew.views() if view.has_failed]
+        do_not_retry = any(view.exit_code == ExitCode.DO_NOT_RETRY for view in failed)
+        return Breakage(
+            cause=summary,
+            charged=True,
+            progressed=progressed,
+            fatal=any(view.is_final for view in failed),
+            consequence=all(view.consequence for view in failed),
+            exit_code=int(ExitCode.DO_NOT_RETRY if do_not_retry else ExitCode.FAILED),
+        )
+
+    def look_for_recovery(self) -> None:
+        """Close the incident once every local worker has applied a new step."""
+        incident = self._incidents.observe([worker.progress for worker in self._crew.workers.all])
+        if incident is not None:
+            logger.info(
+                "round %d: recovered in %.2f s (%s), %s steps repeated",
+                incident.round,
+                incident.seconds.total or 0.0,
+                incident.cause,
+                incident.lost_steps,
+            )
+
+    def incidents(self) -> tuple[Incident, ...]:
+        return self._incidents.all([worker.progress for worker in self._crew.workers.all])
+
+
+def _details(failure: FailureStatus) -> str:
+    """Traceback and last log lines, indented below the line that names the failure."""
+    traceback = "\n".join(failure.message.splitlines()[1:])
+    text = "\n".join(part for part in (traceback, failure.log) if part)
+    return "".join(f"\n    {line}" for line in text.splitlines())

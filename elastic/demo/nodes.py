@@ -1,0 +1,138 @@
+"""`elasticd demo --nodes N`: agents that meet in an etcd; one is killed and comes back, another one leaves.
+
+The story is told by a generator: each look at the nodes hands it their newest status, and it acts when it is time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+from elastic.demo.etcd import find_etcd, running_etcd
+from elastic.demo.fleet import Fleet
+from elastic.demo.nodes_outcome import Change, Kind, NodesOutcome, read_nodes_run, read_parameter_difference
+from elastic.demo.stage import DemoFailedError, Stage
+from elastic.errors import ExitCode
+from elastic.status import JobStatus
+
+_STEPS_BETWEEN = 8  # that are trained with one world size before the next change is made
+
+Story = Generator[None, JobStatus, None]
+
+
+class NodesDemo:
+    """A disturbed run of several agents, then an undisturbed one of one agent with as many workers."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage, self._settings, self._say = stage, stage.settings, stage.screen.say
+        self._changes: list[Change] = []
+
+    def run(self) -> NodesOutcome:
+        began = time.monotonic()
+        settings = self._settings
+        folder, reference = self._stage.folder / "disturbed", self._stage.folder / "reference"
+        find_etcd()  # before anything is said
+        self._say(f"training a small language model on {settings.data} on {settings.nodes} nodes")
+        folder.mkdir()
+        with running_etcd(folder) as endpoint:
+            fleet = Fleet(functools.partial(self._command, folder, endpoint), folder)
+            self._disturbed(fleet)
+        self._say(f"once more, in peace: one agent with {settings.world_size} workers, to compare")
+        self._stage.train_alone(reference.name)
+        return NodesOutcome(
+            settings=settings,
+            changes=tuple(self._changes),
+            disturbed=read_nodes_run(folder, settings),
+            reference=read_nodes_run(reference, settings),
+            difference=read_parameter_difference(folder, reference),
+            seconds=time.monotonic() - began,
+        )
+
+    def _command(self, shared: Path, endpoint: str, node_id: str, own: Path) -> list[str]:
+        return self._settings.node_command(node_id, endpoint, shared=shared, own=own)
+
+    def _disturbed(self, fleet: Fleet) -> None:
+        story = self._story(fleet)
+        next(story)
+
+        def go_on(status: JobStatus) -> None:
+            with contextlib.suppress(StopIteration):  # all is told; the rest is only to be looked at
+                story.send(status)
+
+        with contextlib.ExitStack() as stack:
+            stack.callback(fleet.stop)
+            for number in range(1, self._settings.nodes + 1):
+                fleet.start(f"n{number}")
+            self._stage.watch(fleet, go_on)
+        self._check_end(fleet)
+
+    def _check_end(self, fleet: Fleet) -> None:
+        if len(self._changes) < len(Kind):
+            done = ", ".join(change.kind.value for change in self._changes) or "nothing"
+            raise DemoFailedError(
+                f"training was over before all had happened ({done} so far); give more --steps:\n{fleet.last_words()}"
+            )
+        left = {change.node_id for change in self._changes if change.kind is Kind.LEFT}
+        wanted = {node_id: int(ExitCode.DRAINED if node_id in left else 0) for node_id in fleet.exit_codes}
+        if fleet.exit_codes != wanted:
+            raise DemoFailedError(f"the nodes ended with {fleet.exit_codes}, not {wanted}:\n{fleet.last_words()}")
+
+    def _story(self, fleet: Fleet) -> Story:
+        """Each `yield` waits for the next look."""
+        whole, less = self._settings.world_size, self._settings.world_size - self._settings.workers
+        status = yield
+        while status.world_size != whole or _step(status) < self._settings.kill_at:
+            status = yield
+
+        victim = min(status.nodes, key=lambda node: node.node_rank).node_id  # it holds the round's store
+        status = yield from self._change(Kind.LOST, victim, lambda: fleet.kill(victim), status, world_size=less)
+        status = yield from _trained(status, _STEPS_BETWEEN)
+        status = yield from self._change(Kind.JOINED, victim, lambda: fleet.start(victim), status, world_size=whole)
+        status = yield from _trained(status, _STEPS_BETWEEN)
+        others = [node for node in status.nodes if node.node_id != victim]
+        leaver = max(others, key=lambda node: node.node_rank).node_id
+        yield from self._change(Kind.LEFT, leaver, lambda: fleet.drain(leaver), status, world_size=less)
+
+    def _change(
+        self, kind: Kind, node_id: str, act: Callable[[], None], status: JobStatus, *, world_size: int
+    ) -> Generator[None, JobStatus, JobStatus]:
+        """Act, and wait until the world has that size and has done a step more."""
+        step, before = _step(status), status.round
+        self._say(f"  step {step}, {status.world_size} ranks: {_WORDS[kind].format(node_id)}")
+        unix_time = time.time()
+        act()
+        while not (status.round > before and status.world_size == world_size and _has_trained(status)):
+            status = yield
+        self._say(f"  going on at step {(status.base_step or 0) + 1} with {world_size} ranks in round {status.round}")
+        self._changes.append(
+            Change(
+                kind=kind, node_id=node_id, step=step, unix_time=unix_time, round=status.round, world_size=world_size
+            )
+        )
+        return status
+
+
+_WORDS = {
+    Kind.LOST: "killed node {} with SIGKILL, agent and workers",
+    Kind.JOINED: "started node {} again",
+    Kind.LEFT: "asked node {} to leave with SIGTERM",
+}
+
+
+def _trained(status: JobStatus, steps: int) -> Generator[None, JobStatus, JobStatus]:
+    """Wait until so many more steps are done."""
+    wanted = _step(status) + steps
+    while _step(status) < wanted:
+        status = yield
+    return status
+
+
+def _step(status: JobStatus) -> int:
+    return min((worker.step or 0 for worker in status.workers), default=0)
+
+
+def _has_trained(status: JobStatus) -> bool:
+    return status.state == "running" and _step(status) > (status.base_step or 0)

@@ -1,0 +1,80 @@
+"""What one node knows of the job's two shared keys, `round` and `leader`, and when it learned it.
+
+News may come twice, late and in any order, from watches, reads and own writes: the newer revision wins.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from elastic.rendezvous.records import News
+from elastic.rendezvous.round import Phase, Round
+from elastic.rendezvous.store import Entry
+
+logger = logging.getLogger(__name__)
+
+
+class Chronicle:
+    """The newest round and leader, and what only their history tells."""
+
+    def __init__(self) -> None:
+        self.round: Round | None = None
+        self.round_entry: Entry | None = None
+        self.leader_entry: Entry | None = None
+        self.news: News | None = None
+        self.ended_at = 0.0  # when `round` was first seen not running
+        self.let_in: dict[tuple[str, int], float] = {}  # seats of `round` that joined the job while it lived
+        self.highest = 0  # round number ever seen
+        self._round_revision = -1
+        self._leader_revision = -1
+
+    def forget_revisions(self) -> None:
+        """Believe what comes next, whatever its revision: the store may have been put back to an older state."""
+        self._round_revision = self._leader_revision = -1
+
+    def take_round(self, entry: Entry | None, revision: int, now: float) -> bool:
+        """What `round` was at `revision`; returns whether the round is another one, or in another phase, than known."""
+        if revision <= self._round_revision:
+            return False
+        self._round_revision = revision
+        try:
+            taken = Round.from_json(entry.value) if entry is not None else None
+        except ValueError as exc:
+            logger.error("%s: %s; it is ignored until the next change", entry.key if entry else "", exc)
+            return False
+        before, self.round, self.round_entry = self.round, taken, entry
+        if taken == before:
+            return False
+        self._note(before, taken, now)
+        return True
+
+    def _note(self, before: Round | None, taken: Round | None, now: float) -> None:
+        if taken is None:
+            self.let_in = {}
+            return
+        self.highest = max(self.highest, taken.number)
+        is_same = before is not None and before.number == taken.number
+        if taken.phase is not Phase.RUNNING and (before is None or not is_same or before.phase is Phase.RUNNING):
+            self.ended_at = now
+        if is_same:
+            return
+        old = {(m.node_id, m.join) for m in before.members} if before is not None else set()
+        lives_on = before is not None and before.incarnation == taken.incarnation
+        seats = [(member.node_id, member.join) for member in taken.members]
+        known = {seat: self.let_in[seat] for seat in seats if seat in self.let_in}
+        self.let_in = {**{seat: now for seat in seats if lives_on and seat not in old}, **known}
+
+    def take_leader(self, entry: Entry | None, revision: int) -> bool:
+        """What `leader` was at `revision`; returns whether that is new."""
+        if revision <= self._leader_revision:
+            return False
+        self._leader_revision = revision
+        if entry == self.leader_entry:
+            return False
+        self.leader_entry = entry
+        try:
+            self.news = News.from_json(entry.value) if entry is not None else None
+        except ValueError as exc:
+            logger.error("%s", exc)
+            self.news = None
+        return True

@@ -1,0 +1,109 @@
+"""Who leads: whoever creates the key `leader` under its lease; it goes with that lease, and then everybody tries again.
+
+While this node leads, its `Leading` does the leader's work.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+
+from elastic.rendezvous.chronicle import Chronicle
+from elastic.rendezvous.holding import Holding
+from elastic.rendezvous.leader_view import Rules
+from elastic.rendezvous.leading import Leading, Post
+from elastic.rendezvous.records import Keys, News
+from elastic.rendezvous.store import Compare, Entry, Outcome, Put, Store
+
+logger = logging.getLogger(__name__)
+
+_SPREAD_SECONDS = 0.0005  # per member: a thousand nodes do not all ask at once who leads
+
+
+class Election:
+    """This node's part in it; used by the participant's thread while the node's key stands."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        keys: Keys,
+        rules: Rules,
+        chronicle: Chronicle,
+        own: Holding,
+        post: Post,
+        clock: Callable[[], float],
+        draw: random.Random,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._rules = rules
+        self._chronicle = chronicle
+        self._own = own
+        self._post = post
+        self._clock = clock
+        self._draw = draw
+        self._try_at: float | None = None
+        self.leading: Leading | None = None  # while this node leads
+
+    def work(self, now: float, incarnation: str) -> tuple[bool, float | None]:
+        """Take the lead if nobody has it. Returns whether this node leads, and when to try.
+
+        Raises: LeaseGoneError, StoreUnavailableError, StoreRefusedError.
+        """
+        leader = self._chronicle.leader_entry
+        if leader is not None and leader.lease == self._own.lease:
+            self._begin()
+            return True, None
+        self.step_down()
+        if leader is not None:
+            self._try_at = None
+            return False, None
+        if self._try_at is None:
+            members = self._chronicle.round.members if self._chronicle.round is not None else ()
+            self._try_at = now + self._draw.random() * _SPREAD_SECONDS * len(members)
+        if now < self._try_at:
+            return False, self._try_at
+        return self._campaign(now, incarnation)
+
+    def step_down(self) -> None:
+        if self.leading is not None:
+            self.leading.close()
+            self.leading = None
+
+    def _campaign(self, now: float, incarnation: str) -> tuple[bool, float | None]:
+        """Create `leader`, unless somebody has done so, as long as the own key stands."""
+        own = self._own.entry
+        if own is None:
+            return False, None
+        node_id = self._own.node.node_id
+        text = News(node_id=node_id, incarnation=incarnation).to_json()
+        compares = [
+            Compare(key=self._keys.leader, exists=False),
+            Compare(key=own.key, create_revision=own.create_revision),
+        ]
+        outcome, revision = self._store.write(compares, [Put(self._keys.leader, text, own.lease)])
+        if outcome is not Outcome.APPLIED:
+            self._own.check()
+            return False, now
+        logger.info("node %s leads", node_id)
+        entry = Entry(
+            key=self._keys.leader, value=text, create_revision=revision, mod_revision=revision, lease=own.lease
+        )
+        self._chronicle.take_leader(entry, revision)
+        self._begin()
+        return True, None
+
+    def _begin(self) -> None:
+        if self.leading is None:
+            self.leading = Leading(
+                store=self._store,
+                keys=self._keys,
+                rules=self._rules,
+                chronicle=self._chronicle,
+                lease=self._own.lease,
+                post=self._post,
+                clock=self._clock,
+                draw=self._draw,
+            )

@@ -1,0 +1,173 @@
+"""A watch that stays: one thread that reads a stream of changes and makes the next one when it ends.
+
+Owns the revision to go on from. Knows streams only as iterators of `Batch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import tenacity
+
+from elastic.errors import ElasticError, StoreUnavailableError
+from elastic.rendezvous.store import Event
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_PAUSE_SECONDS = 2.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One message of a stream: that the watch is there, that it is not any more, changes, or only a revision."""
+
+    created: bool = False
+    revision: int = 0  # up to which this stream has told everything; at its creation: the server's
+    compacted: int = 0  # history before this revision is gone, and the watch with it
+    cancelled: str = ""
+    events: list[Event] = dataclasses.field(default_factory=list)
+
+
+class Stream(Protocol):
+    """Raises StoreUnavailableError or StoreRefusedError while it is read."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def cancel(self) -> None:
+        """From any thread: reading it raises StoreUnavailableError."""
+
+
+class Watcher(Protocol):
+    """A connection that can watch."""
+
+    def watch(self, key: str, prefix: bool, start_revision: int) -> Stream: ...
+
+
+class EtcdWatch:
+    """See `Store.watch`. `borrow` lends a connection; `timeout_seconds` is for the server to confirm a new watch."""
+
+    def __init__(
+        self,
+        key: str,
+        *,
+        prefix: bool,
+        after_revision: int,
+        on_events: Callable[[list[Event]], None],
+        on_gap: Callable[[], None],
+        borrow: Callable[[], AbstractContextManager[Watcher]],
+        timeout_seconds: float,
+    ) -> None:
+        self._key = key
+        self._prefix = prefix
+        self._next = after_revision + 1
+        self._on_events = on_events
+        self._on_gap = on_gap
+        self._borrow = borrow
+        self._timeout_seconds = timeout_seconds
+        self._closed = threading.Event()
+        self._stream: Stream | None = None
+        self._confirmed = False
+        self._thread = threading.Thread(target=self._run, name=f"elasticd-watch {key}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
+    def close(self) -> None:
+        """See `Watch.close`."""
+        self._closed.set()
+        if (stream := self._stream) is not None:
+            stream.cancel()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(self._timeout_seconds)
+
+    def _run(self) -> None:
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(ElasticError),
+            wait=tenacity.wait_random_exponential(multiplier=0.05, max=_LONGEST_PAUSE_SECONDS),
+            stop=tenacity.stop_when_event_set(self._closed),
+            sleep=tenacity.sleep_using_event(self._closed),
+            before_sleep=self._complain,
+        )
+        while not self._closed.is_set():
+            with contextlib.suppress(tenacity.RetryError):
+                retrying(self._follow)
+            # Also where a server confirms each watch and ends it at once there is a pause.
+            self._closed.wait(random.uniform(0.02, 0.1))
+
+    def _follow(self) -> None:
+        """One stream. Returns when another one is due; raises when it was never confirmed: pauses grow then."""
+        self._confirmed = False
+        try:
+            with self._borrow() as connection:
+                self._read(connection.watch(self._key, self._prefix, self._next))
+        except ElasticError:
+            if not self._confirmed and not self._closed.is_set():
+                raise
+
+    def _read(self, stream: Stream) -> None:
+        self._stream = stream
+        timer = threading.Timer(self._timeout_seconds, stream.cancel)  # a frozen server says nothing at all
+        timer.daemon = True
+        timer.start()
+        try:
+            for batch in stream:
+                timer.cancel()
+                if self._closed.is_set() or not self._take(batch):
+                    return
+            raise StoreUnavailableError(f"the watch of {self._key} ended")
+        except StoreUnavailableError:
+            if not self._closed.is_set():  # else it was cancelled by us, and the connection is good
+                raise
+        finally:
+            self._stream = None
+            timer.cancel()
+            stream.cancel()
+
+    def _take(self, batch: Batch) -> bool:
+        """Whether the stream goes on after this."""
+        if batch.compacted:
+            return self._gap(batch.compacted + 1, "its history was compacted")
+        if batch.cancelled:
+            raise StoreUnavailableError(f"the watch of {self._key} was cancelled: {batch.cancelled}")
+        if batch.created:
+            self._confirmed = True
+            if batch.revision + 1 < self._next:
+                return self._gap(batch.revision + 1, f"the store has gone back to revision {batch.revision}")
+        elif batch.events:
+            fresh = [event for event in batch.events if event.revision >= self._next]
+            self._next = batch.events[-1].revision + 1
+            if fresh:
+                self._tell(lambda: self._on_events(fresh))
+        else:
+            self._next = max(self._next, batch.revision + 1)
+        return True
+
+    def _gap(self, start_revision: int, reason: str) -> bool:
+        """Go on from `start_revision` on another stream; what lies before is found by reading again."""
+        logger.info("watch of %s: %s after revision %d; reading again", self._key, reason, self._next - 1)
+        self._next = start_revision
+        self._tell(self._on_gap)
+        return False
+
+    def _tell(self, callback: Callable[[], None]) -> None:
+        if self._closed.is_set():
+            return
+        try:
+            callback()
+        except Exception:  # the thread must go on: the next change may be the one that ends the round
+            logger.exception("watch of %s: a callback failed", self._key)
+
+    def _complain(self, state: tenacity.RetryCallState) -> None:
+        if state.attempt_number == 1 and state.outcome is not None:
+            logger.warning("watch of %s is down, trying again: %s", self._key, state.outcome.exception())

@@ -1,0 +1,279 @@
+"""The leader's part: watches `nodes/`, asks `leader.lead` what to do, and does it in one transaction.
+
+Every write of it compares the revision of `round` and the creation of its own `leader` key, so a leader that has been
+replaced, or that acts on an old round, changes nothing. A new round also compares the record of the store's host and,
+as far as a transaction holds them, that each member still has its key.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Callable, Sequence
+
+from elastic.rendezvous.chronicle import Chronicle
+from elastic.rendezvous.leader import Wait, Write, lead
+from elastic.rendezvous.leader_view import LeaderView, Rules, Seen, expected_settings
+from elastic.rendezvous.records import Keys, News, NodeRecord
+from elastic.rendezvous.round import Node, Phase, Round
+from elastic.rendezvous.store import Compare, Entry, Event, Outcome, Put, Store, Watch
+
+logger = logging.getLogger(__name__)
+
+_ACTS_PER_PASS = 8
+_COMPARED_MEMBERS = 100
+_GHOST_SECONDS = 1.0  # beyond its ttl: by then the store has ended the lease of a node that is dead
+_NEWS_SECONDS = 0.3  # between two pieces of news: each goes to every node
+
+Post = Callable[[Callable[[], None]], None]
+
+
+class Leading:
+    """Made when this node has become leader; `close` when it is no more."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        keys: Keys,
+        rules: Rules,
+        chronicle: Chronicle,
+        lease: int,
+        post: Post,
+        clock: Callable[[], float],
+        draw: random.Random,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._rules = rules
+        self._chronicle = chronicle
+        self._lease = lease
+        self._post = post
+        self._clock = clock
+        self._draw = draw
+        self._watch: Watch | None = None
+        self._is_loaded = False
+        self._revision = 0  # of the read that `_entries` began with
+        self._entries: dict[str, Entry] = {}
+        self._nodes: dict[str, Seen] = {}
+        self._reported: dict[tuple[str, int], tuple[int, int]] = {}  # seat -> last round stopped, last round done
+        self._used = 0
+        self._counted_at = -math.inf
+        self._told: str | None = None
+        self._tell_at = -math.inf
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(seen.node for seen in self._nodes.values())
+
+    def living_incarnation(self, now: float) -> str:
+        """The round's, once one of its nodes is known to live: a ghost's key would be gone by now."""
+        current = self._chronicle.round
+        if current is None:
+            return ""
+        for seen in self._nodes.values():
+            belongs = current.seat_of(seen.node.node_id, seen.node.join) is not None
+            lives = now - seen.since > self._rules.ttl_seconds + _GHOST_SECONDS
+            if lives and (belongs or seen.node.incarnation == current.incarnation):
+                return current.incarnation
+        return ""
+
+    def reload(self) -> None:
+        """Read the nodes again at the next pass: something has been missed."""
+        self._is_loaded = False
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def work(self, now: float, me: Node) -> tuple[bool, float | None]:
+        """Do all that is due. Returns whether what is known still holds, and when to be called again.
+
+        Not holding means: a write was refused or its fate is unknown, read everything again. `me` is this node as it
+        is now. Raises: StoreUnavailableError, StoreRefusedError.
+        """
+        if not self._is_loaded:
+            self._load(now)
+        for _ in range(_ACTS_PER_PASS):
+            act = lead(self._view(now))
+            if isinstance(act, Wait):
+                return self._tell(act, now, me)
+            if not self._write(act, now):
+                return False, now
+        return True, now
+
+    def _view(self, now: float) -> LeaderView:
+        current = self._chronicle.round
+        number = current.number if current is not None else 0
+        reported = self._reported.items()
+        return LeaderView(
+            now=now,
+            round=current,
+            nodes=self._nodes,
+            rules=self._rules,
+            used=self._used,
+            ended_at=self._chronicle.ended_at,
+            stopped=frozenset(seat for seat, (after, _) in reported if after >= number),
+            finished=frozenset(seat for seat, (_, done) in reported if done >= number),
+            let_in=self._chronicle.let_in,
+            new_incarnation=f"{self._draw.getrandbits(32):08x}",
+        )
+
+    # What the nodes say.
+
+    def _load(self, now: float) -> None:
+        snapshot = self._store.read(self._keys.nodes, prefix=True)
+        self._revision = snapshot.revision
+        self._entries = dict(snapshot.entries)
+        there = {key.removeprefix(self._keys.nodes) for key in snapshot.entries}
+        self._nodes = {name: seen for name, seen in self._nodes.items() if name in there}
+        for entry in snapshot.entries.values():
+            self._take(entry, now)
+        current = self._chronicle.round
+        seats = {(m.node_id, m.join) for m in current.members} if current is not None else set()
+        live = {(seen.node.node_id, seen.node.join) for seen in self._nodes.values()}
+        self._reported = {seat: said for seat, said in self._reported.items() if seat in seats | live}
+        self._count(now)
+        self._is_loaded = True
+        if self._watch is None:
+            self._watch = self._store.watch(
+                self._keys.nodes,
+                prefix=True,
+                after_revision=snapshot.revision,
+                on_events=lambda events: self._post(lambda: self._on_events(events)),
+                on_gap=lambda: self._post(self.reload),
+            )
+
+    def _on_events(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if event.revision <= self._revision:
+                continue
+            if event.entry is None:
+                self._entries.pop(event.key, None)
+                self._nodes.pop(event.key.removeprefix(self._keys.nodes), None)
+            else:
+                self._entries[event.key] = event.entry
+                self._take(event.entry, self._clock())
+
+    def _take(self, entry: Entry, now: float) -> None:
+        node_id = entry.key.removeprefix(self._keys.nodes)
+        try:
+            node = NodeRecord.from_json(entry.value).node
+        except ValueError as exc:
+            logger.error("%s: %s", entry.key, exc)
+            self._nodes.pop(node_id, None)
+            return
+        known = self._nodes.get(node_id)
+        is_same = known is not None and known.node.join == node.join
+        since = known.since if known is not None and is_same else now
+        ready_since = known.ready_since if known is not None and is_same else None
+        if node.ready and ready_since is None:
+            ready_since = now
+        self._nodes[node_id] = Seen(node=node, since=since, ready_since=ready_since if node.ready else None)
+        after, done = self._reported.get((node_id, node.join), (0, 0))
+        self._reported[node_id, node.join] = max(after, node.after), max(done, node.done)
+
+    # What the leader writes.
+
+    def _write(self, act: Write, now: float) -> bool:
+        """Returns whether the round is as `act` says."""
+        if act.charge:
+            self._count(now)
+            again = lead(self._view(now))
+            if not isinstance(again, Write):
+                return True
+            act = again
+        written = act.round
+        puts = [Put(self._keys.round, written.to_json())]
+        charge_lease = 0
+        if act.charge and self._chronicle.round is not None:
+            charge_lease = self._store.grant(max(1, math.ceil(self._rules.restart_window_seconds))).id
+            key = self._keys.charge(self._chronicle.round.incarnation, self._chronicle.round.number)
+            puts.append(Put(key, act.charge, charge_lease))
+        outcome, revision = self._store.write(self._conditions(written, bool(act.charge)), puts)
+        if outcome is not Outcome.APPLIED:
+            logger.info("round %d: its write was %s; reading everything again", written.number, outcome.value)
+            self.reload()
+            if charge_lease and outcome is Outcome.REFUSED:
+                self._store.revoke(charge_lease)
+            return False
+        self._used += bool(act.charge)
+        if self._chronicle.round is None or self._chronicle.round.incarnation != written.incarnation:
+            self._used = 0
+        before = self._chronicle.round_entry
+        created = before.create_revision if before is not None else revision
+        entry = Entry(key=puts[0].key, value=puts[0].value, create_revision=created, mod_revision=revision)
+        self._chronicle.take_round(entry, revision, now)
+        logger.info("round %d is %s: %s", written.number, written.phase.value, written.cause)
+        return True
+
+    def _conditions(self, written: Round, charge: bool) -> list[Compare]:
+        """What must still be as it was seen; a charge also needs that nobody has been lost or left meanwhile."""
+        entry = self._chronicle.round_entry
+        conditions = [
+            Compare(key=self._keys.round, mod_revision=entry.mod_revision if entry is not None else 0),
+            self._own_leadership(),
+        ]
+        if written.phase is not Phase.RUNNING:
+            return conditions
+        host = self._entries[self._keys.node(written.store_host)]
+        conditions.append(Compare(key=host.key, mod_revision=host.mod_revision))
+        before = self._chronicle.round
+        names = [member.node_id for member in (*(before.members if before and charge else ()), *written.members)]
+        for name in dict.fromkeys(names[:_COMPARED_MEMBERS]):
+            held = self._entries.get(self._keys.node(name))
+            if held is not None and name != written.store_host:
+                conditions.append(Compare(key=held.key, create_revision=held.create_revision))
+        return conditions
+
+    def _own_leadership(self) -> Compare:
+        entry = self._chronicle.leader_entry
+        return Compare(key=self._keys.leader, create_revision=entry.create_revision if entry is not None else -1)
+
+    def _count(self, now: float) -> None:
+        """How many charges have not left the window; their leases are its clock."""
+        current = self._chronicle.round
+        self._counted_at = now
+        self._used = 0
+        if current is not None:
+            self._used = len(self._store.read(self._keys.charges(current.incarnation), prefix=True).entries)
+
+    def _tell(self, wait: Wait, now: float, me: Node) -> tuple[bool, float | None]:
+        """Publish what has changed, at a bounded rate."""
+        due = [wait.until] if wait.until is not None else []
+        if self._used:
+            if now - self._counted_at >= self._rules.ttl_seconds:
+                self._count(now)
+            due.append(self._counted_at + self._rules.ttl_seconds)
+        news = News(
+            node_id=me.node_id,
+            incarnation=me.incarnation,
+            settings=expected_settings(self._view(now)),
+            used=self._used,
+            short=wait.short,
+            waiting=wait.waiting,
+            waiting_count=len(wait.waiting),
+        )
+        text = news.to_json()
+        if text == self._told:
+            return True, min(due, default=None)
+        if now < self._tell_at:
+            return True, min([*due, self._tell_at])
+        self._tell_at = now + _NEWS_SECONDS
+        outcome, revision = self._store.write([self._own_leadership()], [Put(self._keys.leader, text, self._lease)])
+        if outcome is not Outcome.APPLIED:
+            return False, now
+        self._told = text
+        before = self._chronicle.leader_entry
+        if before is not None:
+            entry = Entry(
+                key=self._keys.leader,
+                value=text,
+                create_revision=before.create_revision,
+                mod_revision=revision,
+                lease=self._lease,
+            )
+            self._chronicle.take_leader(entry, revision)
+        return True, min(due, default=None)

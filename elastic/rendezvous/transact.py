@@ -1,0 +1,146 @@
+"""Transactions that are applied at most once, whatever becomes of their answers.
+
+A transaction whose answer was lost may be applied at any later time. So each writer owns one key, its nonce key: every
+transaction compares the revision of that key and writes a fresh nonce into it. Invariant: of all transactions sent
+since the key last changed at most one can ever be applied. Sending again is therefore safe, and the key tells which
+one it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import tenacity
+
+from elastic.errors import StoreUnavailableError
+from elastic.rendezvous.store import Compare, Delete, Entry, Outcome, Put, check_operations
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The store's answer to one transaction."""
+
+    succeeded: bool
+    revision: int
+    peeked: Entry | None = None  # where it did not succeed: the nonce key as it is
+    lease_missing: bool = False
+
+
+class NotAppliedError(StoreUnavailableError):
+    """It did not arrive or was turned away: certainly nothing was applied, so it may be sent again."""
+
+
+class Commit(Protocol):
+    """Sends one transaction once. Raises StoreUnavailableError where no answer came: it may be applied even so."""
+
+    def __call__(self, compares: Sequence[Compare], operations: Sequence[Put | Delete], peek: str | None) -> Answer: ...
+
+
+class Transactor:
+    """The `write` of a store, built on its way to send one transaction once.
+
+    `retrying` gives a fresh tenacity policy for each write; it decides how long an unanswered one is sent again.
+    """
+
+    def __init__(self, commit: Commit, retrying: Callable[[], tenacity.Retrying]) -> None:
+        self._commit = commit
+        self._retrying = retrying
+        self._lock = threading.Lock()  # one write with a nonce at a time: the next one compares what it wrote
+        self._seen: dict[str, int] = {}  # nonce key -> its mod_revision as this writer last knew it
+        self._doubtful: set[str] = set()  # nonce keys at whose revision something was sent that got no answer
+
+    def write(
+        self,
+        compares: Sequence[Compare],
+        operations: Sequence[Put | Delete],
+        *,
+        nonce_key: str | None,
+        nonce_lease: int,
+    ) -> tuple[Outcome, int]:
+        """See `Store.write`."""
+        check_operations(operations)
+        try:
+            if nonce_key is None:
+                retrying = self._retrying().copy(retry=tenacity.retry_if_exception_type(NotAppliedError))
+                return _outcome(retrying(self._commit, compares, operations, None))
+            with self._lock:
+                swap = _Swap(self, compares, operations, nonce_key, nonce_lease)
+                return self._retrying()(swap.attempt)
+        except StoreUnavailableError:
+            return Outcome.UNKNOWN, 0
+
+
+class _Swap:
+    """One write with a nonce and all its attempts."""
+
+    def __init__(
+        self,
+        owner: Transactor,
+        compares: Sequence[Compare],
+        operations: Sequence[Put | Delete],
+        key: str,
+        lease: int,
+    ) -> None:
+        self._commit = owner._commit
+        self._seen = owner._seen
+        self._doubtful = owner._doubtful
+        self._compares = compares
+        self._operations = operations
+        self._key = key
+        self._lease = lease
+        self._sent: list[str] = []
+
+    def attempt(self) -> tuple[Outcome, int]:
+        """Send it until there is an answer that says something. Raises: StoreUnavailableError to be called again."""
+        while True:
+            in_doubt = self._key in self._doubtful
+            answer = self._send(self._compares, self._operations)
+            if answer.succeeded:
+                return Outcome.APPLIED, answer.revision
+            if answer.lease_missing:  # no attempt can be applied from now on, but one may have been before
+                return (Outcome.UNKNOWN if in_doubt and self._sent else Outcome.REFUSED), 0
+            if self._moved(answer):
+                if answer.peeked is not None and answer.peeked.value in self._sent:
+                    return Outcome.APPLIED, answer.peeked.mod_revision
+                continue  # what was sent so far compared an older revision: it was not applied and never will be
+            # The caller's comparisons failed. What got no answer before may still find them true: make it void.
+            if not in_doubt or self._send((), ()).succeeded:
+                return Outcome.REFUSED, answer.revision
+
+    def _send(self, compares: Sequence[Compare], operations: Sequence[Put | Delete]) -> Answer:
+        nonce = uuid.uuid4().hex
+        expected = Compare(key=self._key, mod_revision=self._seen.get(self._key, 0))
+        swap = Put(self._key, nonce, self._lease)
+        try:
+            answer = self._commit((*compares, expected), (*operations, swap), self._key)
+        except NotAppliedError:
+            raise
+        except StoreUnavailableError:
+            self._doubtful.add(self._key)
+            if operations:
+                self._sent.append(nonce)
+            raise
+        if answer.succeeded:
+            self._settle(answer.revision)
+        return answer
+
+    def _moved(self, answer: Answer) -> bool:
+        """Whether the nonce key is at another revision than the compared one; if so, that one is known from now on."""
+        revision = answer.peeked.mod_revision if answer.peeked is not None else 0
+        if revision == self._seen.get(self._key, 0):
+            return False
+        self._settle(revision)
+        return True
+
+    def _settle(self, revision: int) -> None:
+        """The nonce key is at `revision`: whatever compared another one can never be applied any more."""
+        self._seen[self._key] = revision
+        self._doubtful.discard(self._key)
+
+
+def _outcome(answer: Answer) -> tuple[Outcome, int]:
+    return (Outcome.APPLIED if answer.succeeded else Outcome.REFUSED), answer.revision

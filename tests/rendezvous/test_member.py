@@ -1,0 +1,417 @@
+"""Several members as threads of one process, on the store in memory and on a real etcd: whole stories of a job."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.errors import ExitCode, NotEnoughNodesError, StoreGoneError, UsageError
+from elastic.rendezvous.etcd_store import open_store
+from elastic.rendezvous.records import Keys
+from elastic.rendezvous.round import Limits, Phase
+from elastic.rendezvous.store import Store
+from tests.rendezvous.peers import ENDINGS, RULES, TTL, Peer, all_run, until
+from tests.support.etcd import EtcdCluster, etcd_cluster
+from tests.support.fake_store import FakeServer, FakeStore
+
+DEAD_PID = 4_194_305  # above the highest that Linux gives
+
+
+class Job:
+    """A store server and the nodes of the tests on it."""
+
+    def __init__(self, connect: Callable[[], Store], run_id: str) -> None:
+        self.connect = connect
+        self.run_id = run_id
+        self.peers: list[Peer] = []
+
+    def start(self, name: str, **settings: Any) -> Peer:
+        peer = Peer(self.connect(), name, run_id=self.run_id, **settings)
+        self.peers.append(peer)
+        return peer
+
+    def until(self, condition: Callable[[], Any], seconds: float = 12.0) -> float:
+        return until([peer for peer in self.peers if not peer.is_gone], condition, seconds)
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _endings() -> Iterator[None]:
+    yield
+    for ending in ENDINGS:
+        ending.join()
+    ENDINGS.clear()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    with etcd_cluster(Path(tmp_path_factory.mktemp("etcd")) / "etcd") as cluster:
+        yield cluster
+
+
+_names = itertools.count()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    server = FakeServer(at_once=True)
+    made = Job(lambda: FakeStore(server), "job")
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["memory", "etcd"])
+def any_job(request: pytest.FixtureRequest) -> Iterator[Job]:
+    """On either store; for the stories that depend most on how a store behaves."""
+    if request.param == "memory":
+        yield request.getfixturevalue("job")
+        return
+    cluster: EtcdCluster = request.getfixturevalue("cluster")
+    made = Job(lambda: open_store(cluster.config()), f"job{next(_names)}")
+    yield made
+    made.close()
+
+
+def test_nodes_form_one_round_with_distinct_ranks_and_one_store(any_job: Job) -> None:
+    peers = [any_job.start(name) for name in "abc"]
+    took = any_job.until(all_run(peers))
+    assert took < 3.0
+    assert sorted(peer.view.node_rank for peer in peers if peer.view.node_rank is not None) == [0, 1, 2]
+    assert len({(peer.view.store_addr, peer.view.store_port, peer.view.incarnation) for peer in peers}) == 1
+    assert sum(peer.view.is_leader for peer in peers) == 1
+
+
+def test_with_fewer_than_max_the_last_call_is_waited_for_and_shown(job: Job) -> None:
+    rules = dataclasses.replace(RULES, last_call_seconds=1.0)
+    peers = [job.start(name, rules=rules) for name in "ab"]
+    job.until(lambda: any("last call" in waiting.reason for waiting in peers[0].view.waiting))
+    assert job.until(all_run(peers)) < 4.0
+
+
+def test_a_worker_failure_reaches_the_peers_at_once_and_costs_one_charge(any_job: Job) -> None:
+    peers = [any_job.start(name) for name in "abc"]
+    any_job.until(all_run(peers))
+    before, number = {peer.name: peer.view.node_rank for peer in peers}, peers[0].running
+    peers[1].fail()
+    assert any_job.until(lambda: not any(peer.running == number for peer in peers)) < 1.0
+    any_job.until(all_run(peers))
+    assert {peer.name: peer.view.node_rank for peer in peers} == before
+    assert peers[0].running == number + 1
+    any_job.until(lambda: all(peer.view.restarts_used == 1 for peer in peers))
+    assert all(peer.round and peer.round.cause == "b failed" for peer in peers)
+
+
+@pytest.mark.parametrize("victim", ["leader", "other"])
+def test_a_lost_node_is_noticed_by_its_lease_and_is_not_charged(any_job: Job, victim: str) -> None:
+    peers = [any_job.start(name) for name in "abc"]
+    any_job.until(all_run(peers))
+    lost = next(peer for peer in peers if peer.view.is_leader == (victim == "leader"))
+    lost.vanish()
+    rest = [peer for peer in peers if peer is not lost]
+    assert any_job.until(all_run(rest)) < TTL + 1.5
+    current = rest[0].round
+    assert current is not None
+    assert current.cause == f"node {lost.name} lost"
+    assert rest[0].view.restarts_used == 0
+
+
+def test_a_failure_that_follows_from_a_lost_node_is_not_charged(job: Job) -> None:
+    a, b = job.start("a"), job.start("b")
+    job.until(all_run([a, b]))
+    b.vanish()
+    a.fail(consequence=True)
+    job.until(all_run([a]))
+    assert (a.view.restarts_used, a.round and a.round.cause) == (0, "node b lost")
+
+
+def test_a_newcomer_is_let_in_by_a_drain_once_it_is_ready(any_job: Job) -> None:
+    a = any_job.start("a")
+    any_job.until(all_run([a]))
+    b = any_job.start("b", ready=False)
+    any_job.until(lambda: any(w.node_id == "b" and "getting ready" in w.reason for w in a.view.waiting))
+    assert a.running == 1
+    b.member.ready()
+    any_job.until(all_run([a, b]))
+    assert (a.drained, a.running, a.view.node_rank, b.view.node_rank) == (1, 2, 0, 1)
+    assert (2, "broken") not in a.history
+
+
+def test_two_newcomers_in_one_moment_cost_one_round(job: Job) -> None:
+    rules = dataclasses.replace(RULES, settle_seconds=1.0)
+    a = job.start("a", rules=rules)
+    job.until(all_run([a]))
+    b, c = job.start("b", rules=rules), job.start("c", rules=rules)
+    job.until(all_run([a, b, c]))
+    assert a.running == 2
+
+
+def test_more_than_max_is_a_spare_which_takes_a_lost_seat_and_ends_with_the_job(any_job: Job) -> None:
+    rules = dataclasses.replace(RULES, limits=Limits(min_nodes=2, max_nodes=2))
+    peers = [any_job.start(name, rules=rules) for name in "abc"]
+    any_job.until(lambda: sum(peer.running == 1 for peer in peers) == 2 and any(p.view.is_spare for p in peers))
+    spare = next(peer for peer in peers if peer.view.is_spare)
+    lost, stays = (peer for peer in peers if peer is not spare)
+    lost.vanish()
+    any_job.until(all_run([stays, spare]))
+    assert spare.running == 2
+    late = any_job.start("d", rules=rules)
+    any_job.until(lambda: late.view.is_spare)
+    stays.finish()
+    spare.finish()
+    any_job.until(lambda: late.view.outcome == stays.view.outcome == spare.view.outcome == "succeeded")
+
+
+def test_leaving_on_term_takes_effect_at_once_and_is_not_charged(any_job: Job) -> None:
+    peers = [any_job.start(name) for name in "abc"]
+    any_job.until(all_run(peers))
+    leaver = next(peer for peer in peers if peer.view.is_leader)
+    leaver.go()
+    rest = [peer for peer in peers if peer is not leaver]
+    assert any_job.until(all_run(rest)) < 1.5
+    assert rest[0].view.restarts_used == 0
+
+
+def test_an_agent_started_again_within_the_ttl_takes_its_id_over_at_once(any_job: Job) -> None:
+    a, b = any_job.start("a"), any_job.start("b", pid=DEAD_PID)
+    any_job.until(all_run([a, b]))
+    rank = b.view.node_rank
+    b.vanish()
+    again = any_job.start("b")
+    assert any_job.until(all_run([a, again])) < TTL
+    assert (again.view.node_id, again.view.node_rank) == ("b", rank)
+
+
+def test_a_live_duplicate_gets_a_name_of_its_own(any_job: Job) -> None:
+    peers = [any_job.start("a"), any_job.start("a"), any_job.start("a")]
+    any_job.until(all_run(peers))
+    assert {peer.view.node_id for peer in peers} == {"a", "a-2", "a-3"}
+
+
+def test_success_needs_all_members_and_who_is_done_joins_again_when_a_peer_fails(any_job: Job) -> None:
+    a, b = any_job.start("a"), any_job.start("b")
+    any_job.until(all_run([a, b]))
+    number = a.running
+    a.finish()
+    b.fail()
+    any_job.until(all_run([a, b]))
+    assert a.running == number + 1
+    a.finish()
+    b.finish()
+    any_job.until(lambda: a.view.outcome == b.view.outcome == "succeeded")
+
+
+def test_a_fatal_failure_closes_the_job_everywhere_with_its_exit_code(job: Job) -> None:
+    a, b = job.start("a"), job.start("b")
+    job.until(all_run([a, b]))
+    a.fail(fatal=True, exit_code=78)
+    job.until(lambda: not b.running and b.view.outcome == "failed")
+    assert b.view.exit_code == 78
+
+
+def test_the_budget_is_one_for_all_nodes_and_exact(any_job: Job) -> None:
+    rules = dataclasses.replace(RULES, max_restarts=2)
+    a, b = any_job.start("a", rules=rules), any_job.start("b", rules=rules)
+    numbers = []
+    for culprit in (a, b, a):
+        any_job.until(all_run([a, b]))
+        numbers.append(a.running)
+        culprit.fail()
+    any_job.until(lambda: a.view.outcome == b.view.outcome == "failed")
+    assert a.round is not None
+    assert "budget" in a.round.cause
+    assert [number - numbers[0] for number in (*numbers, a.round.number)] == [0, 1, 2, 2]
+
+
+def test_failures_without_progress_are_slowed_down_visibly(job: Job) -> None:
+    rules = dataclasses.replace(RULES, max_restarts=100)
+    a, b = job.start("a", rules=rules), job.start("b", rules=rules)
+    job.until(all_run([a, b]))
+    a.fail(progressed=False)
+    job.until(all_run([a, b]))
+    pauses = []
+    for _ in range(3):
+        b.fail(progressed=False)
+        pauses.append(job.until(all_run([a, b])))
+    assert 0.25 <= pauses[0] < pauses[2]
+    assert pauses[2] >= 1.0
+    a.fail(progressed=False)
+    job.until(lambda: any("back-off" in waiting.reason for waiting in a.view.waiting))
+
+
+@pytest.mark.parametrize("end", ["succeeded", "failed"])
+def test_a_second_start_after_the_end_opens_a_new_incarnation_with_a_fresh_budget(job: Job, end: str) -> None:
+    a = job.start("a")
+    job.until(all_run([a]))
+    a.fail()
+    job.until(lambda: a.running == 2)
+    first = a.view.incarnation
+    if end == "succeeded":
+        a.finish()
+    else:
+        a.fail(fatal=True)
+    job.until(lambda: a.view.outcome == end)
+    again = job.start("b")
+    job.until(lambda: a.view.outcome == end)
+    a.leave()
+    job.until(all_run([again]))
+    assert again.view.incarnation != first
+    assert (again.running, again.view.restarts_used) == (3, 0)
+
+
+def test_an_agent_restarted_into_a_closed_incarnation_takes_its_outcome(job: Job) -> None:
+    a = job.start("a")
+    job.until(all_run([a]))
+    a.fail(fatal=True)
+    job.until(lambda: a.view.outcome == "failed")
+    a.leave()
+    again = job.start("a", restarted=True)
+    job.until(lambda: again.view.outcome == "failed")
+    assert not again.started
+
+
+def test_after_everything_was_killed_a_start_opens_a_new_incarnation(job: Job) -> None:
+    a = job.start("a", pid=DEAD_PID)
+    job.until(all_run([a]))
+    first = a.view.incarnation
+    a.vanish()
+    again = job.start("a")
+    job.until(all_run([again]))
+    assert (again.running, again.view.incarnation == first) == (2, False)
+
+
+def test_an_agent_restarted_after_everything_was_killed_goes_on_with_the_incarnation(job: Job) -> None:
+    a = job.start("a", pid=DEAD_PID)
+    job.until(all_run([a]))
+    first = a.view.incarnation
+    a.vanish()
+    again = job.start("a", restarted=True)
+    job.until(all_run([again]))
+    assert (again.running, again.view.incarnation) == (2, first)
+
+
+def test_too_few_nodes_for_too_long_is_an_error_that_says_how_many(job: Job) -> None:
+    rules = dataclasses.replace(RULES, limits=Limits(min_nodes=2, max_nodes=2))
+    a = job.start("a", rules=rules, join_timeout=1.0)
+    job.until(lambda: any("1 of 2 nodes" in waiting.reason for waiting in a.view.waiting))
+    job.until(lambda: a.view.error is not None)
+    error = a.view.error
+    assert isinstance(error, NotEnoughNodesError)
+    assert "1 of 2" in str(error)
+
+
+def test_min_not_reached_for_a_while_waits_and_then_goes_on(job: Job) -> None:
+    rules = dataclasses.replace(RULES, limits=Limits(min_nodes=2, max_nodes=3))
+    a, b = job.start("a", rules=rules), job.start("b", rules=rules)
+    job.until(all_run([a, b]))
+    rank = a.view.node_rank
+    b.go()
+    job.until(lambda: any("1 of 2 nodes" in waiting.reason for waiting in a.view.waiting))
+    c = job.start("c", rules=rules, ready=False)  # nothing runs that it could disturb: it need not be ready
+    job.until(all_run([a, c]))
+    assert a.view.node_rank == rank
+
+
+def test_other_settings_are_refused_by_name_and_do_not_disturb_the_job(job: Job) -> None:
+    a = job.start("a")
+    job.until(all_run([a]))
+    b = job.start("b", rules=dataclasses.replace(RULES, settings="other"))
+    job.until(lambda: any("settings differ" in waiting.reason for waiting in a.view.waiting))
+    job.until(lambda: b.view.error is not None)
+    error = b.view.error
+    assert isinstance(error, UsageError)
+    assert error.exit_code is ExitCode.USAGE
+    assert "rdzv-id" in str(error)
+    assert a.running == 1
+
+
+def test_nothing_but_a_few_keys_is_left_of_many_rounds(any_job: Job) -> None:
+    a = any_job.start("a", rules=dataclasses.replace(RULES, max_restarts=1000))
+    for number in range(1, 16):
+        any_job.until(lambda number=number: a.running == number)  # type: ignore[misc]
+        a.fail(charged=False)
+    any_job.until(lambda: a.running == 16)
+    reader = any_job.connect()
+    keys = set(reader.read(Keys(any_job.run_id).prefix, prefix=True).entries)
+    reader.close()
+    prefix = Keys(any_job.run_id).prefix
+    assert keys == {f"{prefix}round", f"{prefix}leader", f"{prefix}nodes/a"}
+
+
+# What only the store in memory can do.
+
+
+@pytest.fixture
+def cut() -> Iterator[tuple[Job, list[FakeStore]]]:
+    server = FakeServer(at_once=True)
+    stores: list[FakeStore] = []
+
+    def connect() -> FakeStore:
+        stores.append(FakeStore(server))
+        return stores[-1]
+
+    made = Job(connect, "job")
+    yield made, stores
+    made.close()
+
+
+def test_a_node_that_is_cut_off_is_told_to_drain_then_expelled_and_comes_back_anew(
+    cut: tuple[Job, list[FakeStore]],
+) -> None:
+    job, stores = cut
+    a, b = job.start("a"), job.start("b")
+    job.until(all_run([a, b]))
+    join, number = next(node.join for node in b.view.nodes if node.node_id == "b"), a.running
+    stores[1].available = False
+    job.until(lambda: b.view.drain_wanted)
+    assert b.member.fence(time.monotonic()) < time.monotonic() + TTL / 2
+    job.until(all_run([a], 1))
+    assert b.running == number  # nobody could tell it; its warden is what ends its workers
+    stores[1].available = True
+    job.until(all_run([a, b]))
+    assert b.running > number + 1
+    assert b.round is not None
+    assert next(member.join for member in b.round.members if member.node_id == "b") > join
+
+
+def test_a_short_outage_costs_nothing(cut: tuple[Job, list[FakeStore]]) -> None:
+    job, stores = cut
+    a, b = job.start("a"), job.start("b")
+    job.until(all_run([a, b]))
+    number = a.running
+    for store in stores:
+        store.available = False
+    job.until(lambda: a.view.drain_wanted and b.view.drain_wanted)
+    for store in stores:
+        store.available = True
+    job.until(lambda: not a.view.drain_wanted and not b.view.drain_wanted)
+    assert (a.running, b.running, a.round and a.round.phase) == (number, number, Phase.RUNNING)
+
+
+def test_a_store_away_for_longer_than_the_join_timeout_is_an_error(cut: tuple[Job, list[FakeStore]]) -> None:
+    job, stores = cut
+    a = job.start("a", join_timeout=1.5)
+    job.until(all_run([a]))
+    stores[0].available = False
+    job.until(lambda: isinstance(a.view.error, StoreGoneError))
+
+
+def test_a_node_that_joins_and_is_lost_again_and_again_has_to_wait(cut: tuple[Job, list[FakeStore]]) -> None:
+    job, _ = cut
+    rules = dataclasses.replace(RULES, probation_window_seconds=60.0, probation_seconds=1.0)
+    a = job.start("a", rules=rules)
+    job.until(all_run([a]))
+    pauses = []
+    for _ in range(3):
+        b = job.start("b", rules=rules, pid=DEAD_PID)
+        pauses.append(job.until(all_run([a, b])))
+        b.vanish()
+    assert pauses[0] < 1.0 < pauses[1] < 2.0 < pauses[2]
