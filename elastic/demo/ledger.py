@@ -1,0 +1,120 @@
+"""Pure: reads the ledger of a run and says which samples were used, lost and doubled.
+
+A step that was interrupted is repeated after the restore, so the ledger may show it in several rounds. What counts is
+the last round that applied it: what earlier rounds made of it was thrown away with their state.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from elastic.training.batching import Batching, Position
+from elastic.training.sampler import Sampler
+
+Sample = tuple[int, int]  # (epoch, index in the dataset)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What one rank contributed to one step in one round."""
+
+    round: int
+    step: int
+    epoch: int
+    rank: int
+    samples: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """The entries of a file, in its order, and how many pieces of it were no entry (a write that a kill cut off)."""
+
+    entries: tuple[Entry, ...]
+    torn: int = 0
+
+    @property
+    def last_step(self) -> int:
+        """The highest step that any rank has applied; 0 = none."""
+        return max((entry.step for entry in self.entries), default=0)
+
+
+def read_ledger(text: str) -> Ledger:
+    """Parse a ledger. An entry that follows a cut one on the same line is found."""
+    entries, torn = [], 0
+    for piece in re.split(r'\n|(?=\{"round":)', text):
+        if not piece.strip():
+            continue
+        try:
+            raw = json.loads(piece)
+            entries.append(
+                Entry(
+                    round=int(raw["round"]),
+                    step=int(raw["step"]),
+                    epoch=int(raw["epoch"]),
+                    rank=int(raw["rank"]),
+                    samples=tuple(int(index) for index in raw["samples"]),
+                )
+            )
+        except (ValueError, KeyError, TypeError):
+            torn += 1
+    return Ledger(entries=tuple(entries), torn=torn)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """A ledger compared with the plan. Samples count once per epoch: an epoch uses each again."""
+
+    steps: int  # of the plan
+    expected: int  # samples the plan uses
+    used: int  # samples that went into the state at the end
+    lost: int  # planned and not used
+    doubled: int  # used more often than planned
+    strange: int  # used, and never planned
+    wrong_steps: tuple[int, ...]  # steps that did not use exactly the samples planned for them
+    repeated_steps: tuple[int, ...]  # steps that were applied in more than one round
+
+    @property
+    def is_right(self) -> bool:
+        """Every sample of the plan was used once, in its step, and nothing else was."""
+        return not (self.lost or self.doubled or self.strange or self.wrong_steps)
+
+
+def planned_steps(
+    *, samples: int, global_batch: int, micro_batch: int, seed: int, steps: int
+) -> dict[int, tuple[Sample, ...]]:
+    """What the Trainer must use: step -> its samples."""
+    batching = Batching(dataset_size=samples, global_batch_size=global_batch, micro_batch_size=micro_batch)
+    sampler = Sampler(size=samples, seed=seed)
+    return {
+        step: tuple((plan.epoch, index) for index in sampler.indices(plan.epoch, plan.start, plan.stop))
+        for step, plan in enumerate(batching.remaining(Position(), step=0, steps=steps), start=1)
+    }
+
+
+def audit(entries: Iterable[Entry], plan: Mapping[int, Sequence[Sample]]) -> Audit:
+    """Compare what was used with what was planned. Two entries of one rank for one step and round both count."""
+    rounds: dict[int, dict[int, list[Sample]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    for entry in entries:
+        rounds[entry.step][entry.round] += [(entry.epoch, index) for index in entry.samples]
+    counted = {step: by_round[max(by_round)] for step, by_round in rounds.items()}
+    expected = collections.Counter(sample for samples in plan.values() for sample in samples)
+    used = collections.Counter(sample for samples in counted.values() for sample in samples)
+    surplus = used - expected
+    return Audit(
+        steps=len(plan),
+        expected=expected.total(),
+        used=used.total(),
+        lost=(expected - used).total(),
+        doubled=sum(count for sample, count in surplus.items() if sample in expected),
+        strange=sum(count for sample, count in surplus.items() if sample not in expected),
+        wrong_steps=tuple(
+            step
+            for step in sorted(plan.keys() | counted)
+            if sorted(plan.get(step, ())) != sorted(counted.get(step, ()))
+        ),
+        repeated_steps=tuple(sorted(step for step, by_round in rounds.items() if len(by_round) > 1)),
+    )

@@ -1,0 +1,102 @@
+"""The worker as a program of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.demo.bytelm import main
+from elastic.demo.ledger import audit, planned_steps, read_ledger
+from elastic.demo.outcome import last_loss, read_losses
+from elastic.errors import UsageError
+from tests.support.ranks import run_ranks
+
+SMALL = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--lr", "3e-3")
+
+
+def bytelm(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "elastic.demo.bytelm", *SMALL, *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def _main(rank: int, world_size: int, store: object, flags: tuple[str, ...]) -> int:
+    return main(flags)
+
+
+def train(*flags: str) -> None:
+    """The worker's `main` in a process of its own that has imported torch already."""
+    assert run_ranks(1, _main, (*SMALL, *flags), timeout_seconds=100) == [0]
+
+
+def test_alone_it_writes_ledger_losses_and_digest_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    files = ("--ledger", f"{tmp_path}/ledger", "--losses", f"{tmp_path}/losses", "--digest", f"{tmp_path}/digest")
+    checkpoints = ("--checkpoint-dir", f"{tmp_path}/checkpoints", "--save-every", "4", "--dropout", "0.1")
+    job = ("--samples", "50", "--global-batch", "8", "--micro-batch", "3", "--seed", "7", *checkpoints)
+
+    train(*job, "--steps", "20", *files)
+    train(*job, "--steps", "30", *files)
+    train(*job[:8], *checkpoints[4:], "--steps", "30", "--digest", f"{tmp_path}/straight")
+
+    ledger = read_ledger((tmp_path / "ledger").read_text())
+    plan = planned_steps(samples=50, global_batch=8, micro_batch=3, seed=7, steps=30)
+    found = audit(ledger.entries, plan)
+    assert found.is_right, found
+    assert (ledger.torn, found.repeated_steps) == (0, ())
+    assert (tmp_path / "ledger").read_text().startswith('{"round":1,"step":1,"epoch":0,"rank":0,"samples":[')
+
+    losses = read_losses((tmp_path / "losses").read_text())
+    assert list(losses) == list(range(1, 31))
+    assert losses[30] < losses[1] - 1
+    assert last_loss(tmp_path / "losses") == losses[30]
+
+    assert re.fullmatch(r"30 [0-9a-f]{64}\n", (tmp_path / "digest").read_text())
+    assert (tmp_path / "digest").read_text() == (tmp_path / "straight").read_text()
+    assert {p.name for p in tmp_path.iterdir()} == {"ledger", "losses", "digest", "straight", "checkpoints"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--steps", "0"), "argument --steps: 0 is too small; give at least 1"),
+        (("--samples", "x"), "argument --samples: 'x' is no whole number"),
+        (("--step-seconds", "nan"), "argument --step-seconds: nan is out of range"),
+        (("--steps", "3", "--epochs", "1"), "give exactly one of them"),
+        (("--heads", "5"), "not divisible by heads 5"),
+        (("--save-every", "often"), "often"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(flags: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(words)):
+        main(flags)
+
+
+def test_a_bad_value_is_one_clear_line_and_exit_2() -> None:
+    done = bytelm("--steps", "1", "--ledger", "/no/such/folder/file")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("bytelm: error: cannot write /no/such/folder/file: No such file")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.timeout(200)
+def test_under_a_launcher_its_ranks_share_the_ledger(tmp_path: Path) -> None:
+    flags = ("--steps", "3", "--samples", "10", "--global-batch", "4", "--ledger", f"{tmp_path}/ledger")
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = subprocess.run(
+        [*launcher, "-m", "elastic.demo.bytelm", *SMALL, *flags, "--digest", f"{tmp_path}/digest"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    ledger = read_ledger((tmp_path / "ledger").read_text())
+    found = audit(ledger.entries, planned_steps(samples=10, global_batch=4, micro_batch=4, seed=0, steps=3))
+    assert found.is_right, found
+    # One micro-batch a step: the second rank has no share and says so.
+    assert [e.samples for e in ledger.entries if e.rank == 1] == [(), (), ()]
+    assert (tmp_path / "digest").read_text().startswith("3 ")

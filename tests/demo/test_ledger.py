@@ -1,0 +1,102 @@
+"""What a ledger says of the samples, by tables."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from elastic.demo.ledger import Entry, audit, planned_steps, read_ledger
+
+PLAN = {1: ((0, 0), (0, 1)), 2: ((0, 2), (0, 3)), 3: ((1, 1), (1, 0))}  # two steps of epoch 0, one of epoch 1
+
+
+def entry(round_number: int, step: int, epoch: int, rank: int, *samples: int) -> Entry:
+    return Entry(round=round_number, step=step, epoch=epoch, rank=rank, samples=samples)
+
+
+WHOLE = [
+    *(entry(1, 1, 0, 0, 0), entry(1, 1, 0, 1, 1)),
+    *(entry(1, 2, 0, 0, 2), entry(1, 2, 0, 1, 3)),
+    *(entry(1, 3, 1, 0, 1), entry(1, 3, 1, 1, 0)),
+]
+
+
+def line(found: Entry) -> str:
+    fields = {"round": found.round, "step": found.step, "epoch": found.epoch, "rank": found.rank}
+    return json.dumps({**fields, "samples": list(found.samples)}, separators=(",", ":")) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("entries", "used", "lost", "doubled", "strange", "wrong", "repeated"),
+    [
+        pytest.param(WHOLE, 6, 0, 0, 0, (), (), id="undisturbed"),
+        pytest.param([*WHOLE[:4], *WHOLE[2:]], 8, 0, 2, 0, (2,), (), id="a step twice in one round"),
+        pytest.param(
+            [*WHOLE[:4], entry(2, 2, 0, 0, 2, 3), entry(2, 3, 1, 0, 0, 1)], 6, 0, 0, 0, (), (2,), id="a step repeated"
+        ),
+        pytest.param(
+            [*WHOLE[:3], entry(2, 2, 0, 0, 2, 3), *WHOLE[4:]], 6, 0, 0, 0, (), (2,), id="only one rank had applied it"
+        ),
+        pytest.param([*WHOLE[:3], *WHOLE[4:]], 5, 1, 0, 0, (2,), (), id="a rank's share is missing"),
+        pytest.param(WHOLE[:4], 4, 2, 0, 0, (3,), (), id="it ended too early"),
+        pytest.param([*WHOLE, entry(1, 4, 1, 0, 0)], 7, 0, 1, 0, (4,), (), id="it went on too long"),
+        pytest.param([*WHOLE[:4], entry(1, 3, 0, 0, 1, 0)], 6, 2, 2, 0, (3,), (), id="of the wrong epoch"),
+        pytest.param([*WHOLE[:5], entry(1, 3, 1, 1, 9)], 6, 1, 0, 1, (3,), (), id="never planned"),
+        pytest.param(
+            [entry(1, 1, 0, 0, 2, 3), entry(1, 2, 0, 0, 0, 1), *WHOLE[4:]],
+            6,
+            0,
+            0,
+            0,
+            (1, 2),
+            (),
+            id="in another order",
+        ),
+        pytest.param([*WHOLE, entry(1, 3, 1, 2)], 6, 0, 0, 0, (), (), id="a rank without a share"),
+        pytest.param([], 0, 6, 0, 0, (1, 2, 3), (), id="empty"),
+    ],
+)
+def test_samples_are_counted_once_per_epoch_in_the_last_round_of_each_step(
+    entries: list[Entry],
+    used: int,
+    lost: int,
+    doubled: int,
+    strange: int,
+    wrong: tuple[int, ...],
+    repeated: tuple[int, ...],
+) -> None:
+    found = audit(entries, PLAN)
+    assert (found.steps, found.expected) == (3, 6)
+    assert (found.used, found.lost, found.doubled, found.strange) == (used, lost, doubled, strange)
+    assert (found.wrong_steps, found.repeated_steps) == (wrong, repeated)
+    assert found.is_right == (not wrong)
+
+
+def test_lines_become_entries_whatever_order_the_ranks_wrote_them_in() -> None:
+    ledger = read_ledger("".join(map(line, reversed(WHOLE))))
+    assert list(reversed(ledger.entries)) == WHOLE
+    assert (ledger.torn, ledger.last_step) == (0, 3)
+
+
+@pytest.mark.parametrize("kept", [1, 9, 40])
+def test_a_cut_last_line_is_passed_over(kept: int) -> None:
+    ledger = read_ledger(line(WHOLE[0]) + line(WHOLE[1])[:kept])
+    assert (ledger.entries, ledger.torn) == ((WHOLE[0],), 1)
+
+
+def test_the_line_after_a_cut_one_is_found() -> None:
+    ledger = read_ledger(line(WHOLE[0])[:30] + line(WHOLE[1]) + line(WHOLE[2]))
+    assert (ledger.entries, ledger.torn) == ((WHOLE[1], WHOLE[2]), 1)
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", "null", '{"round":1,"step":1}', '{"round":1,"samples":3}', "\0\0"])
+def test_what_is_no_entry_is_counted_as_torn(text: str) -> None:
+    assert read_ledger(text + "\n").torn == 1
+
+
+def test_the_plan_uses_each_sample_once_per_epoch_and_a_smaller_batch_at_its_end() -> None:
+    plan = planned_steps(samples=7, global_batch=3, micro_batch=1, seed=5, steps=4)
+    assert [len(plan[step]) for step in (1, 2, 3, 4)] == [3, 3, 1, 3]
+    assert sorted(plan[1] + plan[2] + plan[3]) == [(0, index) for index in range(7)]
+    assert {epoch for epoch, _ in plan[4]} == {1}
