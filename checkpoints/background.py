@@ -143,7 +143,8 @@ class Background:
 
     def _report(self, result: CommitResult, *, keep: bool) -> None:
         level = logging.INFO if result.state == "committed" else logging.ERROR
-        logger.log(level, "step %d %s in %.3f s: %s", result.step, result.state, result.write_seconds, result.error)
+        reason = f": {result.error}" if result.error else ""
+        logger.log(level, "step %d %s in %.3f s%s", result.step, result.state, result.write_seconds, reason)
         if keep:
             self.result = result
         if self._policy.on_result is not None:

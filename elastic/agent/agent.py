@@ -111,6 +111,7 @@ class Agent(ElasticAgent):
         self._membership.open(self._mailbox.wake)
         self._guard.start()
         try:
+            self._pass([])
             while self._finished is None:
                 self._pass(self._mailbox.wait(self._next_deadline()))
         finally:

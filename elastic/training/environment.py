@@ -54,7 +54,7 @@ class WorkerEnvironment:
     progress_path: str | None = None
     checkpoint_dir: str | None = None
     checkpoint_every: Every | None = None
-    drain_grace_seconds: float = 120.0
+    allow_fresh_start: bool = False
 
 
 def read_environment(environ: Mapping[str, str]) -> WorkerEnvironment:
@@ -81,7 +81,7 @@ def read_environment(environ: Mapping[str, str]) -> WorkerEnvironment:
         progress_path=environ.get(PROGRESS_KEY) or None,
         checkpoint_dir=environ.get("ELASTICD_CHECKPOINT_DIR") or None,
         checkpoint_every=parse_every(every, name="ELASTICD_CHECKPOINT_EVERY") if every else None,
-        drain_grace_seconds=float(environ.get("ELASTICD_DRAIN_GRACE") or 120.0),
+        allow_fresh_start=environ.get("ELASTICD_ALLOW_FRESH_START") == "1",
     )
 
 

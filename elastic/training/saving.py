@@ -104,7 +104,9 @@ class Saver:
             self._session.note(restore_began_at=time.monotonic())
             try:
                 restored = self._manager.restore(
-                    like, fingerprint=fingerprint, allow_fresh_start=self._config.allow_fresh_start
+                    like,
+                    fingerprint=fingerprint,
+                    allow_fresh_start=self._config.allow_fresh_start or self._session.allow_fresh_start,
                 )
             except errors.NoUsableCheckpointError as error:
                 raise NoUsableCheckpointError(str(error)) from error

@@ -116,6 +116,11 @@ class Session:
         return self._environment.checkpoint_every
 
     @property
+    def allow_fresh_start(self) -> bool:
+        """The operator lets training begin at step 0 although there are checkpoints and none is good."""
+        return self._environment.allow_fresh_start
+
+    @property
     def under_agent(self) -> bool:
         """True when an agent of elasticd reads this worker's progress."""
         return self._progress is not None

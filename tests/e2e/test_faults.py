@@ -13,6 +13,7 @@ import pytest
 from elastic.demo.ledger import audit, planned_steps, read_ledger
 from tests.support.job import Job, run_to_end, running, wait_for
 
+pytestmark = pytest.mark.timeout(300)  # many cold starts in each
 SCRIPT = str(Path(__file__).parents[1] / "support" / "training_script.py")
 STEPS = 30
 AGENT = ("--http", "127.0.0.1:0", "--lease-ttl", "2", "--checkpoint-every", "4", "--max-restarts", "20")
@@ -47,15 +48,13 @@ def assert_all_samples_used(folder: Path) -> None:
     assert found.is_right, found
 
 
-FAULTS = {
-    "1": "import", "2": "step", "3": "kill", "4": "loader", "5": "micro", "6": "segv", "7": "exit", "8": "term",
-}  # fmt: skip
+FAULTS = {"1": "import", "2": "step", "3": "loader", "4": "micro", "5": "segv"}
 
 
 def test_every_kind_of_failing_worker_is_recovered_from_exactly(
     tmp_path: Path, undisturbed: Callable[[int], str]
 ) -> None:
-    code, output = run_to_end(tmp_path, *arguments(tmp_path, 2, faults=FAULTS), seconds=110)
+    code, output = run_to_end(tmp_path, *arguments(tmp_path, 2, faults=FAULTS), seconds=280)
     assert code == 0, output
     for words in (
         "rank 1 exited: ImportError: broken at import",
@@ -63,8 +62,6 @@ def test_every_kind_of_failing_worker_is_recovered_from_exactly(
         "rank 1 killed: killed by SIGKILL",
         "cannot be read",
         "rank 1 killed: killed by SIGSEGV",
-        "rank 1 exited: exited with 3",
-        "rank 1 killed: killed by SIGTERM",
     ):
         assert words in output
     assert (tmp_path / "digest").read_text() == undisturbed(2)
@@ -94,34 +91,37 @@ def during_a_save(job: Job, folder: Path) -> None:
 MOMENTS = [during_start, during_a_step, during_an_evaluation, during_a_save]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_drains_at_any_moment_and_goes_on_to_the_same_end(
-    tmp_path: Path, undisturbed: Callable[[int], str], world: int
-) -> None:
-    """Three ranks as well: with more than two the order of summation depends on DDP's buckets."""
+def test_drains_at_any_moment_and_goes_on_to_the_same_end(tmp_path: Path, undisturbed: Callable[[int], str]) -> None:
+    """Three ranks: with more than two the order of summation depends on DDP's buckets."""
     for moment in MOMENTS:
-        with running(tmp_path, *arguments(tmp_path, world)) as job:
+        with running(tmp_path, *arguments(tmp_path, 3)) as job:
             moment(job, tmp_path)
             job.signal(signal.SIGTERM)
             assert job.wait() == 143, job.output
         assert not list((tmp_path / "run").glob("*.sock"))
-    code, output = run_to_end(tmp_path, *arguments(tmp_path, world))
+    code, output = run_to_end(tmp_path, *arguments(tmp_path, 3))
     assert code == 0, output
-    assert (tmp_path / "digest").read_text() == undisturbed(world)
+    assert (tmp_path / "digest").read_text() == undisturbed(3)
     assert_all_samples_used(tmp_path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted-twice"])
-def test_the_agent_goes_at_any_moment_and_the_next_one_goes_on_to_the_same_end(
-    tmp_path: Path, undisturbed: Callable[[int], str], number: signal.Signals
+ENDS = [
+    (during_a_step, [signal.SIGKILL]),
+    (during_a_save, [signal.SIGKILL]),
+    (during_an_evaluation, [signal.SIGINT, signal.SIGINT]),
+    (during_start, [signal.SIGINT, signal.SIGINT]),
+]
+
+
+def test_the_agent_is_killed_or_stopped_at_any_moment_and_the_next_one_goes_on_to_the_same_end(
+    tmp_path: Path, undisturbed: Callable[[int], str]
 ) -> None:
-    for moment in MOMENTS:
+    for moment, numbers in ENDS:
         with running(tmp_path, *arguments(tmp_path, 2)) as job:
             moment(job, tmp_path)
-            job.signal(number)
-            if number == signal.SIGINT:
+            for number in numbers:
                 job.signal(number)
-                assert job.wait(20) in (5, 143), job.output
+            assert job.wait(20) in (5, 143, -signal.SIGKILL), job.output
             wait_for(lambda job=job: not job.processes(), seconds=10.0, what="nothing of the job is left")
     code, output = run_to_end(tmp_path, *arguments(tmp_path, 2))
     assert code == 0, output
@@ -130,11 +130,10 @@ def test_the_agent_goes_at_any_moment_and_the_next_one_goes_on_to_the_same_end(
 
 
 def test_another_world_size_goes_on_with_the_same_samples(tmp_path: Path) -> None:
-    for world in (3, 1):
-        with running(tmp_path, *arguments(tmp_path, world)) as job:
-            during_a_step(job, tmp_path)
-            job.signal(signal.SIGTERM)
-            assert job.wait() == 143, job.output
+    with running(tmp_path, *arguments(tmp_path, 3)) as job:
+        during_a_step(job, tmp_path)
+        job.signal(signal.SIGTERM)
+        assert job.wait() == 143, job.output
     code, output = run_to_end(tmp_path, *arguments(tmp_path, 2))
     assert code == 0, output
     assert_all_samples_used(tmp_path)
@@ -160,6 +159,10 @@ def test_damaged_checkpoints_are_fallen_over_and_all_damaged_ends_the_job(tmp_pa
     assert code == 1, output
     assert "round 2" not in output.rpartition("starting ranks")[0] or "NoUsableCheckpoint" in output
     assert "manifest.json" in output
+    with running(tmp_path, "--allow-fresh-start", *arguments(tmp_path, 2)) as job:
+        assert job.wait_status(lambda s: s["base_step"] is not None)["base_step"] == 0
+        job.signal(signal.SIGTERM)
+        assert job.wait() == 143, job.output
 
 
 def flip_a_byte(path: Path) -> None:
