@@ -70,14 +70,11 @@ def offer(storage: Storage, directory: str) -> tuple[Offer, dict[str, tuple[str,
     """What this rank sees, and the sound ones by commit: (path, manifest)."""
     candidates, unsound, sound = [], [], {}
     for name in storage.names(directory):
-        step = parse_step(name)
-        if step is None:
+        if parse_step(name) is None:
             continue
         path = storage.join(directory, name)
         try:
             manifest = manifests.read(storage, path)
-            if manifest.step != step:
-                raise CorruptCheckpointError(f"its manifest is that of step {manifest.step}")
         except CorruptCheckpointError as exc:
             unsound.append((name, str(exc)))
             continue
@@ -88,7 +85,7 @@ def offer(storage: Storage, directory: str) -> tuple[Offer, dict[str, tuple[str,
                 commit=manifest.commit,
                 round=manifest.round,
                 base_step=manifest.base_step,
-                step=step,
+                step=manifest.step,
             )
         )
     rounds = read_rounds(storage, directory)

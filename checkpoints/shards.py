@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from . import strict
 from .errors import CorruptCheckpointError
 from .manifest import DTYPES, Hasher, Manifest, Piece, TensorEntry
 from .storage import PAGE_BYTES, Storage
@@ -107,10 +108,11 @@ def read_shard(storage: Storage, directory: str, manifest: Manifest, file: int, 
     """
     entry = manifest.files[file]
     expected = layout(manifest.tensors, manifest.pieces, file)
+    data_bytes = expected.size_bytes - len(expected.header)
     hasher = Hasher()
     try:
         with storage.open(storage.join(directory, entry.name)) as stream:
-            if _read_header(stream, hasher, entry.bytes) != _parse_header(expected.header):
+            if _read_header(stream, hasher, entry.bytes, data_bytes) != _parse_header(expected.header):
                 raise CorruptCheckpointError(f"{entry.name} is not the shard that the manifest describes")
             for piece in expected.pieces:
                 _fill(stream, destination(piece), hasher, entry.name)
@@ -137,12 +139,14 @@ def verify_shard(storage: Storage, directory: str, manifest: Manifest, file: int
         raise CorruptCheckpointError(f"the checksum of {entry.name} is not that of the manifest: damaged or foreign")
 
 
-def _read_header(stream: Any, hasher: Hasher, file_bytes: int) -> Any:
+def _read_header(stream: Any, hasher: Hasher, file_bytes: int, data_bytes: int) -> Any:
     prefix = memoryview(bytearray(_LENGTH.size))
     _fill(stream, prefix, hasher, "its header")
     (length,) = _LENGTH.unpack(prefix)
-    if length > file_bytes - _LENGTH.size:
-        raise CorruptCheckpointError(f"a shard's header claims {length} bytes in a file of {file_bytes}")
+    if length > file_bytes - data_bytes - _LENGTH.size:
+        raise CorruptCheckpointError(
+            f"a shard's header claims {length} bytes in a file of {file_bytes}, {data_bytes} of them data"
+        )
     text = memoryview(bytearray(length))
     _fill(stream, text, hasher, "its header")
     return _parse_header(bytes(prefix) + bytes(text))
@@ -150,7 +154,7 @@ def _read_header(stream: Any, hasher: Hasher, file_bytes: int) -> Any:
 
 def _parse_header(header: bytes) -> Any:
     try:
-        return json.loads(header[_LENGTH.size :])
+        return strict.loads(header[_LENGTH.size :])
     except ValueError as exc:
         raise CorruptCheckpointError(f"a shard's header is not JSON: {exc}") from exc
 

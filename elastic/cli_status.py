@@ -86,7 +86,7 @@ def render(status: JobStatus, pid: int) -> str:
         f"from step {shown(status.base_step)}",
         f"node {status.node_id}, agent pid {pid}, incarnation {status.incarnation}",
         f"restarts {status.restarts.used} of {status.restarts.limit} within {status.restarts.window_seconds:g} s; "
-        f"safe step: {shown(status.checkpoint.disk_step)} on disk, {shown(status.checkpoint.memory_step)} in memory",
+        f"newest committed step: {shown(status.checkpoint.disk_step)}",
     ]
     if status.nodes:
         rows = [(n.node_rank, n.node_id, n.addr, ",".join(map(str, n.ranks))) for n in status.nodes]

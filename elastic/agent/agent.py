@@ -22,6 +22,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from elastic.agent import failure as failures
 from elastic.agent import guard as guards
 from elastic.agent.crew import Crew
 from elastic.agent.decide import Act, Action, Asked, Observation, decide
@@ -29,6 +30,7 @@ from elastic.agent.incidents import Incidents
 from elastic.agent.mailbox import Mailbox, Readable, Request, SignalReceived
 from elastic.agent.systemd import Notifier
 from elastic.agent.view import Facts, job_status
+from elastic.agent.workers import adopt_orphans, reap_orphans
 from elastic.config import JobConfig
 from elastic.errors import ExitCode
 from elastic.rendezvous.membership import Breakage, Membership
@@ -108,6 +110,7 @@ class Agent(ElasticAgent):
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the job on this node until it ends; `exit_code` then says how."""
+        adopt_orphans()
         self._membership.open(self._mailbox.wake)
         self._guard.start()
         try:
@@ -124,6 +127,11 @@ class Agent(ElasticAgent):
     def exit_code(self) -> ExitCode:
         """How the job ended here; valid after `run`."""
         return ExitCode.FAILED if self._finished is None else self._finished
+
+    @property
+    def has_session(self) -> bool:
+        """Whether any worker has ever said what step it was at."""
+        return self._crew.applied_step >= 0
 
     @property
     def last_failure(self) -> FailureStatus | None:
@@ -289,15 +297,7 @@ class Agent(ElasticAgent):
             self._tell_broken("agent frozen", charged=False)
             return
         self._last_failure = failure
-        self._failures = {
-            worker.plan.rank: ProcessFailure(
-                local_rank=worker.plan.local_rank,
-                pid=worker.pid,
-                exitcode=worker.exit_code or 1,
-                error_file=worker.plan.error_file,
-            )
-            for worker in self._crew.failed
-        }
+        self._failures = failures.for_torch(self._crew.failed)
         summary = f"rank {failure.rank} {failure.reason}: {failure.message.splitlines()[0]}"
         logger.error("round %d: %s%s", self._crew.round, summary, _details(failure))
         self._incidents.name(summary)
@@ -319,7 +319,8 @@ class Agent(ElasticAgent):
 
     def _clear(self) -> None:
         self._incidents.stopped(time.monotonic())
-        self._crew.clear()
+        self._crew.clear(self._guard.pids)
+        reap_orphans(self._guard.pids)
 
     # After the acts.
 

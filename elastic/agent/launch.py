@@ -16,11 +16,12 @@ from elastic.agent.crew import Crew
 from elastic.agent.environment import job_command
 from elastic.agent.guard import Guard
 from elastic.agent.instance import Instance
+from elastic.agent.log_thread import log_thread
 from elastic.agent.logs import make_logs_specs
 from elastic.agent.mailbox import Mailbox
 from elastic.agent.systemd import Notifier
 from elastic.config import JobConfig
-from elastic.errors import ExitCode
+from elastic.errors import ExitCode, UsageError
 from elastic.metrics.server import StatusServer
 from elastic.own_checkpoints import own_checkpoints
 from elastic.rendezvous.handler import MembershipHandler
@@ -37,12 +38,10 @@ def run_job(config: JobConfig) -> int:
     """Run the job on this node until it ends. Returns the exit code. Raises: UsageError."""
     mailbox = Mailbox()
     mailbox.take_signals(SIGNALS)
-    with contextlib.closing(mailbox), _instance() as instance:
+    with contextlib.closing(mailbox), log_thread(), _instance() as instance:
         keep_open = () if config.checkpoint_dir is None else (instance.lock_job(config.checkpoint_dir),)
-        incarnation, nonce = secrets.token_hex(4), secrets.token_hex(16)
-        first_number = 1 + (
-            own_checkpoints("catalog").highest_round(config.checkpoint_dir) if config.checkpoint_dir else 0
-        )
+        incarnation, nonce = secrets.token_hex(4), instance.nonce
+        first_number = 1 + highest_round(config.checkpoint_dir)
         membership = Standalone(
             node=Node(node_id=config.node_id, addr="127.0.0.1", slots=config.nproc_per_node),
             incarnation=incarnation,
@@ -86,6 +85,16 @@ def _instance() -> Iterator[Instance]:
         instance.close()
 
 
+def highest_round(checkpoint_dir: str | None) -> int:
+    """The highest round that has left a trace in the job's checkpoints. Raises: UsageError."""
+    if checkpoint_dir is None:
+        return 0
+    try:
+        return int(own_checkpoints("catalog").highest_round(checkpoint_dir))
+    except OSError as exc:
+        raise UsageError(f"--checkpoint-dir {checkpoint_dir}: {exc.strerror or exc}") from exc
+
+
 def _worker_spec(config: JobConfig, handler: MembershipHandler) -> WorkerSpec:
     command = job_command(config)
     return WorkerSpec(
@@ -103,8 +112,12 @@ def _worker_spec(config: JobConfig, handler: MembershipHandler) -> WorkerSpec:
 def _report(agent: Agent) -> int:
     """The last line of the log says how the job ended."""
     code, failure = agent.exit_code, agent.last_failure
-    if code in (ExitCode.SUCCEEDED, ExitCode.DRAINED):
-        logger.info("the job has %s", "succeeded" if code is ExitCode.SUCCEEDED else "drained: run it again to go on")
+    if code is ExitCode.SUCCEEDED:
+        logger.info("the job has succeeded")
+    elif code is ExitCode.DRAINED and agent.has_session:
+        logger.info("the job has drained: run it again to go on")
+    elif code is ExitCode.DRAINED:
+        logger.info("the job was stopped; its workers have no session, so only they know what they have saved")
     elif code is ExitCode.STEPS_LOST:
         logger.error("stopped, but steps after the newest committed one are lost")
     elif failure is not None:

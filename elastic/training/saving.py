@@ -163,9 +163,8 @@ class Saver:
 
     def _on_result(self, result: CommitResult) -> None:
         """Called by the manager's thread on every rank."""
-        if result.state == "committed":
-            self._session.note(disk_step=result.step, commit_unix_time=result.unix_time)
-        else:
+        self._session.committed(result)
+        if result.state != "committed":
             logger.error(
                 "run=%s round=%s rank=%s step=%s checkpoint %s: %s; training goes on, the next save tries again",
                 self._session.run_id,
@@ -175,9 +174,3 @@ class Saver:
                 result.state,
                 result.error,
             )
-            self._session.count(checkpoint_failures_total=1)
-        self._session.count(
-            checkpoint_bytes_total=result.bytes,
-            checkpoint_stall_seconds_total=result.stall_seconds,
-            checkpoint_write_seconds_total=result.write_seconds,
-        )

@@ -226,7 +226,7 @@ if os.environ["RANK"] == "0":
     busy = [sys.executable, "-c", "while True: pass"]
     subprocess.Popen(busy)
     subprocess.Popen(busy, start_new_session=True)
-    bare = {"ELASTICD_TEST_MARK": os.environ["ELASTICD_TEST_MARK"]}  # the test's mark, not the agent's nonce
+    bare = {"JOB_TEST_MARK": os.environ["JOB_TEST_MARK"]}  # the test's mark, not the agent's nonce
     subprocess.Popen(busy, start_new_session=True, env=bare)
 open("up-" + os.environ["RANK"], "w")
 time.sleep(60)
