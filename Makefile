@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/elasticd demo $(ARGS)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(ARGS)
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench $(ARGS)

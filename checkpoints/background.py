@@ -70,13 +70,14 @@ class Background:
     def start(self, job: Job, line: Line, stall_seconds: float) -> None:
         """Hand over a commit. When the one before is stuck beyond its deadline, this one fails at once."""
         if self.busy:
-            self._report(_result(job, Outcome(state="failed", error=job.refusal), stall_seconds), keep=False)
+            self._report(_result(job, Outcome(state="failed", error=job.refusal), stall_seconds))
             return
+        if self._thread is None:  # before it counts as busy: a thread may fail to start
+            thread = threading.Thread(target=self._serve, name="checkpoint-commit", daemon=True)
+            thread.start()
+            self._thread = thread
         self._idle.clear()
         self._current = (job, stall_seconds)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="checkpoint-commit", daemon=True)
-            self._thread.start()
         self._jobs.put((job, line, stall_seconds))
 
     def close(self, timeout_seconds: float) -> bool:
@@ -110,21 +111,32 @@ class Background:
 
     def _serve(self) -> None:
         while (request := self._jobs.get()) is not None:
-            job, line, stall_seconds = request
-            del request
             try:
-                outcome = self._commit(job, line)
-            except Exception as exc:  # the top of the thread: nothing may raise into training
-                logger.exception("the commit of step %d broke", job.step)
-                outcome = Outcome(state="unknown", error=f"{type(exc).__name__}: {exc}")
-            result = _result(job, outcome, stall_seconds)
-            self._current = None
+                self._handle(*request)
+            except BaseException:  # the top of the thread: nothing may raise into training, nor end the thread
+                logger.exception("the commit of step %d is reported; what follows it broke", request[0].step)
+            finally:
+                del request  # not held while idle
+                self._idle.set()
+
+    def _handle(self, job: Job, line: Line, stall_seconds: float) -> None:
+        """Commit, report, retain. The result is kept before anything else may fail."""
+        outcome = self._try_commit(job, line)
+        self.result = result = _result(job, outcome, stall_seconds)
+        self._current = None
+        try:
             job.data.release()
-            del job
-            self._report(result, keep=True)
-            if outcome.state == "committed":
-                self._retain(line)
-            self._idle.set()
+        finally:
+            self._report(result)
+        if outcome.state == "committed":
+            self._retain(line)
+
+    def _try_commit(self, job: Job, line: Line) -> Outcome:
+        try:
+            return self._commit(job, line)
+        except BaseException as exc:
+            logger.exception("the commit of step %d broke", job.step)
+            return Outcome(state="unknown", error=f"{type(exc).__name__}: {exc}")
 
     def _commit(self, job: Job, line: Line) -> Outcome:
         try:
@@ -145,15 +157,14 @@ class Background:
         except (OSError, CheckpointError) as exc:
             logger.warning("retention in %s failed: %s", line.directory, exc)
 
-    def _report(self, result: CommitResult, *, keep: bool) -> None:
+    def _report(self, result: CommitResult) -> None:
         level = logging.INFO if result.state == "committed" else logging.ERROR
-        logger.log(level, "step %d %s in %.3f s: %s", result.step, result.state, result.write_seconds, result.error)
-        if keep:
-            self.result = result
+        reason = f": {result.error}" if result.error else ""
+        logger.log(level, "step %d %s in %.3f s%s", result.step, result.state, result.write_seconds, reason)
         if self._policy.on_result is not None:
             try:
                 self._policy.on_result(result)
-            except Exception:  # the caller's function on our thread
+            except BaseException:  # the caller's function on our thread
                 logger.exception("on_result failed for step %d", result.step)
 
 

@@ -111,8 +111,9 @@ def _entry(storage: Storage, root: str, name: str, rounds: set[tuple[int, int]],
         manifest = manifests.read(storage, path)
         check(storage, path, manifest)
     except CorruptCheckpointError as exc:
-        missing = storage.size(storage.join(path, manifests.MANIFEST)) is None
-        return _line(step=step, state="partial" if missing else "corrupt", path=path, reason=str(exc))
+        return _line(
+            step=step, state="partial" if manifests.is_missing(storage, path) else "corrupt", path=path, reason=str(exc)
+        )
     by = voiding_round(manifest.round, manifest.step, rounds)
     state, reason = "committed", None
     if aside is not None or by is not None:

@@ -9,14 +9,16 @@ from typing import Any
 from .commit import Line
 from .errors import CheckpointError, StaleRoundError
 from .exchange import Exchange, depart
-from .rounds import highest_round, manifests_in, read_rounds
+from .rounds import highest_round, manifests_in, newest_name, read_rounds
 from .storage import Storage
 
 _SCOPE = "start"
 
 
-def enter(storage: Storage, exchange: Exchange, line: Line, deadline: float) -> Line:
+def enter(storage: Storage, exchange: Exchange, line: Line, deadline: float) -> tuple[Line, str | None]:
     """Complete the line with the round (when it is 0: the next free one) and a nonce of this manager. Collective.
+
+    Returns the line and the name of a checkpoint that some rank sees already, None where all begin with nothing.
 
     Raises:
         StaleRoundError: some rank's directory holds a later round, or this one of another incarnation. On every rank.
@@ -31,17 +33,19 @@ def enter(storage: Storage, exchange: Exchange, line: Line, deadline: float) -> 
     depart(exchange, _SCOPE, keys, rank=line.rank, world_size=line.world_size, deadline=deadline)
     if verdict["error"] is not None:
         raise (StaleRoundError if verdict["stale"] else CheckpointError)(verdict["error"])
-    return dataclasses.replace(line, round=verdict["round"], nonce=verdict["nonce"])
+    return dataclasses.replace(line, round=verdict["round"], nonce=verdict["nonce"]), verdict["past"]
 
 
 def _look(storage: Storage, line: Line) -> dict[str, Any]:
     """What this rank's directory says of rounds."""
+    nothing = {"error": None, "stale": None, "highest": 0, "past": None}
     try:
         highest = highest_round(storage, line.directory)
         stale = None if line.round == 0 else _stale(storage, line)
+        past = newest_name(storage, line.directory)
     except OSError as exc:
-        return {"error": f"rank {line.rank} cannot read the checkpoint directory: {exc}", "stale": None, "highest": 0}
-    return {"error": None, "stale": stale, "highest": highest}
+        return {**nothing, "error": f"rank {line.rank} cannot read the checkpoint directory: {exc}"}
+    return {**nothing, "stale": stale, "highest": highest, "past": past}
 
 
 def _stale(storage: Storage, line: Line) -> str | None:
@@ -66,4 +70,11 @@ def _decide(looks: list[dict[str, Any]], line: Line) -> dict[str, Any]:
     error = next((look["error"] for look in looks if look["error"] is not None), None)
     stale = next((look["stale"] for look in looks if look["stale"] is not None), None)
     round_ = line.round or 1 + max(look["highest"] for look in looks)
-    return {"round": round_, "nonce": secrets.token_hex(4), "error": error or stale, "stale": error is None}
+    past = next((look["past"] for look in looks if look["past"] is not None), None)
+    return {
+        "round": round_,
+        "nonce": secrets.token_hex(4),
+        "error": error or stale,
+        "stale": error is None,
+        "past": past,
+    }

@@ -99,7 +99,7 @@ class CheckpointManager:
         )
         self._background = Background(self._storage, self._exchange, policy)
         try:
-            self._line = enter(self._storage, self._exchange, line, self._deadline())
+            self._line, self._past = enter(self._storage, self._exchange, line, self._deadline())
             self._find_groups()
         except BaseException:
             self._exchange.close()
@@ -160,11 +160,17 @@ class CheckpointManager:
 
         Raises:
             UnsupportedStateError: a leaf cannot be stored; the other ranks' commit fails with this reason.
+            CheckpointError: the directory held checkpoints before, and `restore` was not called. On every rank.
         """
         if self._closed:
             raise CheckpointError("this CheckpointManager is closed; make a new one to save")
         if step < 0:
             raise CheckpointError(f"step is {step}; it must not be negative")
+        if self._past is not None and not self._restores:
+            raise CheckpointError(
+                f"{self._line.directory} holds {self._past} and restore() was not called: training that starts anew "
+                "would put aside what is there. Call restore() first, or save to another directory"
+            )
         self._background.wait(self._timeout + _CLOSE_GRACE_SECONDS)
         started = time.monotonic()
         snapshot, refusal = self._stage(state)

@@ -20,15 +20,18 @@ from typing import Any
 
 import xxhash
 
-from .errors import CorruptCheckpointError
+from . import strict
+from .errors import CheckpointError, CorruptCheckpointError
 from .storage import Storage
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 ROUNDS = "rounds.json"
-_STEP = re.compile(r"step-(\d{12,})")
-_WRITING = re.compile(r"\.writing-step-(\d{12,})-r(\d+)-\w+")
-_VOID = re.compile(r"\.void-step-(\d{12,})-\S+")
+_STEP = re.compile(r"step-(\d{12,})", re.ASCII)
+_WRITING = re.compile(r"\.writing-step-(\d{12,})-r(\d+)-\w+", re.ASCII)
+_VOID = re.compile(r"\.void-step-(\d{12,})-\S+", re.ASCII)
+_FILE = re.compile(r"\w[\w.-]*", re.ASCII)
+_RANGES = tuple[tuple[int, int, int], ...]  # of the pieces of a tensor: file, begin, end
 _CHECKSUM = "xxh3_128:"
 
 # dtype -> (itemsize, dtype in the safetensors header, its size). complex128 is written as pairs, odd float8 kinds as
@@ -136,7 +139,11 @@ class Hasher:
 
 
 def dump(manifest: Manifest) -> bytes:
-    """The manifest as the bytes of manifest.json."""
+    """The manifest as the bytes of manifest.json.
+
+    Raises:
+        CheckpointError: a value is of a type that `parse` would refuse.
+    """
     pieces: dict[int, list[list[int]]] = {}
     for piece in manifest.pieces:
         pieces.setdefault(piece.tensor, []).append([piece.file, piece.begin, piece.end])
@@ -148,8 +155,12 @@ def dump(manifest: Manifest) -> bytes:
         | ({"pieces": pieces.get(i, [])} if t.same_as is None else {"same_as": t.same_as})
         for i, t in enumerate(manifest.tensors)
     ]
+    try:
+        _from_body(body)
+    except ValueError as exc:
+        raise CheckpointError(f"the checkpoint of step {manifest.step} could not be read back: {exc}") from exc
     body = {"format": FORMAT, **body}
-    return _canonical({**body, "checksum": checksum(_canonical(body))})
+    return canonical({**body, "checksum": checksum(canonical(body))})
 
 
 def parse(data: bytes) -> Manifest:
@@ -159,7 +170,7 @@ def parse(data: bytes) -> Manifest:
         CorruptCheckpointError: it is not JSON, of another format, damaged, or its pieces do not cover its tensors.
     """
     try:
-        body = json.loads(data)
+        body = strict.loads(data)
     except ValueError as exc:
         raise CorruptCheckpointError(f"{MANIFEST} is not JSON ({exc}): truncated or overwritten") from exc
     if not isinstance(body, dict):
@@ -167,68 +178,91 @@ def parse(data: bytes) -> Manifest:
     if body.get("format") != FORMAT:
         raise CorruptCheckpointError(f"{MANIFEST} has format {body.get('format')!r}; this version reads {FORMAT}")
     expected = body.pop("checksum", None)
-    if checksum(_canonical(body)) != expected:
+    if checksum(canonical(body)) != expected:
         raise CorruptCheckpointError(f"{MANIFEST} does not match its own checksum: damaged or edited")
     try:
         manifest = _from_body(body)
-    except (KeyError, TypeError, ValueError) as exc:
-        raise CorruptCheckpointError(f"{MANIFEST} lacks or mistypes {exc}") from exc
-    _check_cover(manifest)
+        _check_files(manifest)
+        _check_tensors(manifest)
+        _check_cover(manifest)
+    except ValueError as exc:
+        raise CorruptCheckpointError(f"{MANIFEST}: {exc}") from exc
     return manifest
 
 
-def _canonical(body: Mapping[str, Any]) -> bytes:
+def canonical(body: Mapping[str, Any]) -> bytes:
+    """The text that a checksum of JSON is over."""
     return json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def _from_body(body: dict[str, Any]) -> Manifest:
-    tensors, pieces = [], []
-    for index, entry in enumerate(body["tensors"]):
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(f"the dtype {entry['dtype']!r} of tensor {entry['name']!r}")
-        same_as = entry.get("same_as")
-        tensors.append(
-            TensorEntry(name=entry["name"], dtype=entry["dtype"], shape=tuple(entry["shape"]), same_as=same_as)
-        )
-        pieces += [Piece(tensor=index, file=f, begin=b, end=e) for f, b, e in entry.get("pieces", ())]
-    plain = [f.name for f in dataclasses.fields(Manifest) if f.name not in ("tensors", "pieces", "files")]
-    return Manifest(
-        **{name: body[name] for name in plain},
-        tensors=tuple(tensors),
-        pieces=tuple(pieces),
-        files=tuple(FileEntry(**file) for file in body["files"]),
-    )
+    tensors = body.get("tensors")
+    if not isinstance(tensors, list) or not all(isinstance(tensor, dict) for tensor in tensors):
+        raise ValueError("tensors is no list of objects")
+    pieces = []
+    for index, tensor in enumerate(tensors):
+        ranges = strict.convert(_RANGES, tensor.get("pieces", ()), f"tensors[{index}].pieces")
+        pieces += [{"tensor": index, "file": file, "begin": begin, "end": end} for file, begin, end in ranges]
+    return strict.build(Manifest, {**body, "pieces": pieces})
+
+
+def _check_files(manifest: Manifest) -> None:
+    names = [file.name for file in manifest.files]
+    for name in names:
+        if not _FILE.fullmatch(name) or name == MANIFEST:
+            raise ValueError(f"{name!r:.60} is no name of a shard")
+    if len(set(names)) != len(names):
+        raise ValueError("two files have the same name")
+
+
+def _check_tensors(manifest: Manifest) -> None:
+    owners: dict[str, TensorEntry] = {}
+    for tensor in manifest.tensors:
+        if tensor.name in owners:
+            raise ValueError(f"two tensors have the name {tensor.name}")
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{tensor.name} has the unknown dtype {tensor.dtype!r:.60}")
+        if math.prod(max(size, 1) for size in tensor.shape) * tensor.itemsize > strict.LARGEST:
+            raise ValueError(f"{tensor.name} has a shape that no memory holds")
+        owners[tensor.name] = tensor
+    for tensor in manifest.tensors:
+        if tensor.same_as is not None:
+            owner = owners.get(tensor.same_as)
+            if owner is None or (owner.same_as, owner.dtype, owner.shape) != (None, tensor.dtype, tensor.shape):
+                raise ValueError(f"{tensor.name} is the same as {tensor.same_as}, which is not there or differs")
 
 
 def _check_cover(manifest: Manifest) -> None:
+    """Every element has its place, and there is no more of them than the files have bytes for."""
     covered = [0] * len(manifest.tensors)
+    room = [file.bytes for file in manifest.files]
     for piece in manifest.pieces:
-        if piece.begin != covered[piece.tensor] or piece.end < piece.begin or not 0 <= piece.file < len(manifest.files):
-            raise CorruptCheckpointError(f"{MANIFEST}: the pieces of {manifest.tensors[piece.tensor].name} do not join")
+        tensor = manifest.tensors[piece.tensor]
+        if piece.begin != covered[piece.tensor] or piece.end < piece.begin or piece.file >= len(room):
+            raise ValueError(f"the pieces of {tensor.name} do not join")
         covered[piece.tensor] = piece.end
-    owners = {tensor.name for tensor in manifest.tensors if tensor.same_as is None}
+        room[piece.file] -= (piece.end - piece.begin) * tensor.itemsize
+    for file, left in zip(manifest.files, room, strict=True):
+        if left < 0:
+            raise ValueError(f"the pieces in {file.name} are larger than its {file.bytes} bytes")
     for tensor, end in zip(manifest.tensors, covered, strict=True):
-        if tensor.same_as is None and end != tensor.elements:
-            raise CorruptCheckpointError(
-                f"{MANIFEST}: {tensor.name} is covered up to element {end} of {tensor.elements}"
-            )
-        if tensor.same_as is not None and tensor.same_as not in owners:
-            raise CorruptCheckpointError(
-                f"{MANIFEST}: {tensor.name} is the same as {tensor.same_as}, which is not there"
-            )
+        elements = tensor.elements if tensor.same_as is None else 0
+        if end != elements:
+            raise ValueError(f"{tensor.name} is covered up to element {end} of {elements}")
 
 
 def read(storage: Storage, directory: str) -> Manifest:
     """Read and check the manifest of the checkpoint in `directory`, and that its files are there in their full size.
 
     Raises:
-        CorruptCheckpointError: with the reason.
+        CorruptCheckpointError: with the reason; also when the directory has the name of another step.
     """
     path = storage.join(directory, MANIFEST)
-    if storage.size(path) is None:
-        raise CorruptCheckpointError(f"{MANIFEST} is missing")
     try:
+        if storage.size(path) is None:
+            raise CorruptCheckpointError(f"{MANIFEST} is missing")
         manifest = parse(storage.read(path))
+        _check_name(directory.rpartition("/")[2], manifest.step)
         for file in manifest.files:
             size = storage.size(storage.join(directory, file.name))
             if size is None:
@@ -238,6 +272,20 @@ def read(storage: Storage, directory: str) -> Manifest:
     except OSError as exc:
         raise CorruptCheckpointError(f"cannot be read: {exc}") from exc
     return manifest
+
+
+def is_missing(storage: Storage, directory: str) -> bool:
+    """There is no manifest in `directory`; one that cannot be looked at is not missing."""
+    try:
+        return storage.size(storage.join(directory, MANIFEST)) is None
+    except OSError:
+        return False
+
+
+def _check_name(name: str, step: int) -> None:
+    foreign = name != step_name(step) if parse_step(name) is not None else parse_void(name) not in (None, step)
+    if foreign:
+        raise CorruptCheckpointError(f"its manifest is that of step {step}: renamed, or copied from {step_name(step)}")
 
 
 def step_name(step: int) -> str:

@@ -144,7 +144,7 @@ def sweep(storage: Storage, directory: str, round_: int) -> None:
 def _sweep_objects(storage: Storage, path: str) -> None:
     """Remove shards that a sound manifest, or none at all, speaks of."""
     wanted: set[str] = set()
-    if storage.size(storage.join(path, MANIFEST)) is not None:
+    if not manifests.is_missing(storage, path):
         try:
             wanted = {MANIFEST, *(file.name for file in manifests.read(storage, path).files)}
         except CorruptCheckpointError:

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from . import strict
 from .errors import CorruptCheckpointError
 from .manifest import DTYPES, FileEntry, Hasher, Manifest, Piece, TensorEntry
 from .storage import PAGE_BYTES, Readable
@@ -108,8 +109,9 @@ def read_shard(storage: Readable, directory: str, manifest: Manifest, file: int,
     """
     entry = manifest.files[file]
     expected = layout(manifest.tensors, manifest.pieces, file)
+    data_bytes = expected.size_bytes - len(expected.header)
     with _verified(storage, directory, entry) as (stream, hasher):
-        if _read_header(stream, hasher, entry.bytes) != _parse_header(expected.header):
+        if _read_header(stream, hasher, entry.bytes, data_bytes) != _parse_header(expected.header):
             raise CorruptCheckpointError(f"{entry.name} is not the shard that the manifest describes")
         for piece in expected.pieces:
             _fill(stream, destination(piece), hasher, entry.name)
@@ -144,12 +146,14 @@ def _verified(storage: Readable, directory: str, entry: FileEntry) -> Iterator[t
         raise CorruptCheckpointError(f"the checksum of {entry.name} is not that of the manifest: damaged or foreign")
 
 
-def _read_header(stream: Any, hasher: Hasher, file_bytes: int) -> Any:
+def _read_header(stream: Any, hasher: Hasher, file_bytes: int, data_bytes: int) -> Any:
     prefix = memoryview(bytearray(_LENGTH.size))
     _fill(stream, prefix, hasher, "its header")
     (length,) = _LENGTH.unpack(prefix)
-    if length > file_bytes - _LENGTH.size:
-        raise CorruptCheckpointError(f"a shard's header claims {length} bytes in a file of {file_bytes}")
+    if length > file_bytes - data_bytes - _LENGTH.size:
+        raise CorruptCheckpointError(
+            f"a shard's header claims {length} bytes in a file of {file_bytes}, {data_bytes} of them data"
+        )
     text = memoryview(bytearray(length))
     _fill(stream, text, hasher, "its header")
     return _parse_header(bytes(prefix) + bytes(text))
@@ -157,7 +161,7 @@ def _read_header(stream: Any, hasher: Hasher, file_bytes: int) -> Any:
 
 def _parse_header(header: bytes) -> Any:
     try:
-        return json.loads(header[_LENGTH.size :])
+        return strict.loads(header[_LENGTH.size :])
     except ValueError as exc:
         raise CorruptCheckpointError(f"a shard's header is not JSON: {exc}") from exc
 

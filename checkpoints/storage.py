@@ -14,6 +14,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -162,9 +163,10 @@ class LocalStorage(Storage):
 
     def size(self, path: str) -> int | None:
         try:
-            return Path(path).stat().st_size
+            status = Path(path).stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None  # to open a pipe would wait for its writer
 
     def open(self, path: str) -> IO[bytes]:
         return Path(path).open("rb", buffering=0)

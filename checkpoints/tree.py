@@ -126,7 +126,7 @@ def _decode_marked(mark: str, value: Any, tensors: Mapping[str, torch.Tensor]) -
             return float(value)
         if mark == "~bytes":
             return base64.b64decode(value, validate=True)
-    except (KeyError, TypeError, ValueError) as exc:
+    except (KeyError, TypeError, ValueError, OverflowError) as exc:
         raise CorruptCheckpointError(f"the manifest's state has a bad {mark} entry: {exc}") from exc
     raise CorruptCheckpointError(f"the manifest's state has an entry of the unknown kind {mark!r}")
 

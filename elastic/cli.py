@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,10 +27,12 @@ commands:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit code. Every foreseen error is one line on stderr."""
+    _open_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None: it was closed before we began
+            sys.stdout.flush()
         return code
     except ElasticError as exc:
         print(f"elasticd: error: {exc}", file=sys.stderr)
@@ -40,6 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.FAILED)
+
+
+def _open_closed_streams() -> None:
+    """Somebody may have started us with `>&-`: whatever is opened next would become our standard output."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -63,8 +75,12 @@ def _run(argv: Sequence[str]) -> int:
     _log_to_stderr()
     config = load(argv, os.environ)
     from elastic.agent.launch import run_job
+    from elastic.agent.log_thread import LOG_THREAD
 
-    return run_job(config)
+    code = run_job(config)
+    if any(thread.name.startswith(("TailLog", LOG_THREAD)) for thread in threading.enumerate()):
+        os._exit(code)  # nobody reads our output any more: the interpreter would wait for its writers for ever
+    return code
 
 
 def _status(options: argparse.Namespace) -> int:

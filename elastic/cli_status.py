@@ -117,8 +117,7 @@ def render(status: JobStatus, pid: int | None) -> str:
         lines += [
             f"node {status.node_id}, agent pid {pid}, incarnation {status.incarnation}",
             f"restarts {status.restarts.used} of {status.restarts.limit} in {status.restarts.window_seconds:g} s; "
-            f"safe step: {shown(status.checkpoint.disk_step)} on disk, "
-            f"{shown(status.checkpoint.memory_step)} in memory",
+            f"newest committed step: {shown(status.checkpoint.disk_step)}",
         ]
     if status.nodes:
         rows = [(n.node_rank, n.node_id, n.addr, ",".join(map(str, n.ranks))) for n in status.nodes]

@@ -34,6 +34,7 @@ _AS_THEY_ARE = (
         "standby",
         "memory_checkpoints",
         "checkpoint_every",
+        "allow_fresh_start",
         "usr1",
         "virtual_local_rank",
         "numa_binding",
@@ -89,6 +90,7 @@ class JobConfig:
     memory_checkpoints: bool = True
     checkpoint_dir: str | None = None  # an absolute path, or a URL of fsspec
     checkpoint_every: str | None = None  # "100" = steps, "30s" = time
+    allow_fresh_start: bool = False  # begin at step 0 although there are checkpoints and none is good
     usr1: Literal["save", "drain"] = "save"
     virtual_local_rank: bool = False
     numa_binding: str | None = None

@@ -231,6 +231,8 @@ def _add_worker_flags(parser: argparse.ArgumentParser) -> None:
     add("--memory-checkpoints", action=_Switch, default=True, help="Keep the newest state in shared memory.")
     add("--checkpoint-dir", metavar="DIR", help="Handed to the workers through the session.")
     add("--checkpoint-every", type=values.interval, metavar="N|Ns", help="100 = steps, 30s = seconds.")
+    add("--allow-fresh-start", action=_Switch, default=False,
+        help="Begin at step 0 although there are checkpoints and none is good.")  # fmt: skip
     add("--http", type=values.address, default=("127.0.0.1", 9431), metavar="HOST:PORT",
         help="Where /healthz, /readyz and /status are; port 0 = any free.")  # fmt: skip
     add("--usr1", choices=["save", "drain"], default="save", help="What SIGUSR1 to the agent means.")

@@ -113,10 +113,13 @@ BLOCK_BYTES = _SLOT_OFFSET + 2 * _SLOT_BYTES
 
 def create(path: Path) -> None:
     """Make an empty block at `path`, readable by its owner alone. Called by the agent before the worker starts."""
+    path.unlink(missing_ok=True)  # half of one that did not fit
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, BLOCK_BYTES)
         os.pwrite(descriptor, _MAGIC.pack(*_HEADER), 0)
+    except OSError as exc:
+        raise OSError(exc.errno, f"{exc.strerror}; the runtime directory needs room", str(path)) from exc
     finally:
         os.close(descriptor)
 
@@ -150,27 +153,37 @@ class ProgressReader:
     """The agent's side: reads progress, writes requests."""
 
     def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._block = _map(path)
         self._requests = memoryview(self._block)[_REQUEST_OFFSET : _REQUEST_OFFSET + 64].cast("Q")
 
     def read(self) -> Progress | None:
         """The newest whole report; None before the first one, or when both slots are damaged."""
+        if not self._is_whole():
+            return None
         slots = [s for s in (_read_slot(self._block, 0), _read_slot(self._block, 1)) if s is not None]
         if not slots:
             return None
         return Progress(**dict(zip(_FIELDS, max(slots)[1], strict=True)))
 
+    def _is_whole(self) -> bool:
+        """A worker may do anything to its file; to touch a page that it cut off would be the agent's death (SIGBUS)."""
+        return os.fstat(self._descriptor).st_size >= BLOCK_BYTES
+
     def request_drain(self) -> None:
         """Ask the worker to save and leave after the next step that all ranks agree on."""
-        self._requests[0] = 1
+        if self._is_whole():
+            self._requests[0] = 1
 
     def request_save(self) -> None:
         """Ask the worker to commit a checkpoint at the next step and go on."""
-        self._requests[1] += 1
+        if self._is_whole():
+            self._requests[1] += 1
 
     def close(self) -> None:
         self._requests.release()
         self._block.close()
+        os.close(self._descriptor)
 
 
 class ProgressWriter:

@@ -30,7 +30,6 @@ _NO_EFFECT = {
     "start_method": "workers are fresh processes in every case",
     "event_log_handler": "events are in the log, /status and the metrics",
     "signals_to_handle": "TERM, INT, QUIT, HUP and USR1 have a fixed meaning, see --usr1",
-    "hang_timeout": "this version does not look for hung workers",
     "standby": "this version starts cold workers",
     "preload": "this version starts cold workers",
     "memory_checkpoints": "this version keeps checkpoints on disk alone",
@@ -43,6 +42,7 @@ def check(given: Given, environ: Mapping[str, str]) -> None:
     """Raises: UsageError at the first rule that does not hold."""
     _check_target(given, environ)
     _check_rendezvous(given)
+    _check_promises(given)
     _check_times(given)
     _check_store_access(given, environ)
     _check_checkpoints(given)
@@ -213,6 +213,12 @@ def _check_names(given: Given) -> None:
     for key in ("rdzv_id", "node_id"):
         if given[key] is not None and (not _NAME.fullmatch(given[key]) or given[key] in (".", "..")):
             raise UsageError(f"{given.named(key)}: a name has 1 to 128 characters and neither blanks nor slashes")
+
+
+def _check_promises(given: Given) -> None:
+    """What somebody would rely on is refused rather than ignored."""
+    if given["hang_timeout"]:
+        raise UsageError(f"{given.named('hang_timeout')}: this version does not look for hung workers; leave it out")
 
 
 def _say_what_has_no_effect(given: Given) -> None:

@@ -28,6 +28,7 @@ from elastic.agent.mailbox import Mailbox, Readable, Request, SignalReceived
 from elastic.agent.story import Story
 from elastic.agent.systemd import Notifier
 from elastic.agent.view import Facts, job_status
+from elastic.agent.workers import adopt_orphans, reap_orphans
 from elastic.config import JobConfig
 from elastic.errors import ElasticError, ExitCode
 from elastic.rendezvous.lease import FENCE_SHARE
@@ -107,6 +108,7 @@ class Agent(ElasticAgent):
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the job on this node until it ends; `exit_code` then says how."""
+        adopt_orphans()
         self._membership.open(self._mailbox.wake)
         self._guard.start()
         try:
@@ -134,6 +136,11 @@ class Agent(ElasticAgent):
         """Why the job has failed, the same on every node; empty while it has not."""
         view = self._membership.view()
         return view.round.cause if view.round is not None and view.outcome == "failed" else ""
+
+    @property
+    def has_session(self) -> bool:
+        """Whether any worker has ever said what step it was at."""
+        return self._crew.applied_step >= 0
 
     @property
     def last_failure(self) -> FailureStatus | None:
@@ -224,7 +231,9 @@ class Agent(ElasticAgent):
             round_phase=formed.phase if formed else Phase.RUNNING,
             closed=_closed(view),
             error=None if view.error is None else view.error.exit_code,
-            expelled=view.is_expelled and (bool(crew.workers.all) or now >= self._join_again_at),
+            expelled=view.is_expelled,
+            may_join_again=now >= self._join_again_at,
+            fenced=self._membership.fence(now) <= now,
             drain_wanted=view.drain_wanted,
             started_round=crew.round,
             workers=crew.views(),
@@ -314,7 +323,8 @@ class Agent(ElasticAgent):
 
     def _clear(self) -> None:
         self._story.stopped()
-        self._crew.clear()
+        self._crew.clear(self._guard.pids)
+        reap_orphans(self._guard.pids)
 
     # After the acts.
 

@@ -9,6 +9,7 @@ import time
 
 from elastic import __version__
 from elastic.config import JobConfig, settings_digest
+from elastic.errors import UsageError
 from elastic.own_checkpoints import own_checkpoints
 from elastic.rendezvous.lease import FENCE_SHARE
 from elastic.rendezvous.membership import Membership
@@ -28,8 +29,18 @@ class Rendezvous:
 
 def make_rendezvous(config: JobConfig) -> Rendezvous:
     """Nothing is opened yet but the connection to etcd. Raises: UsageError, StoreUnavailableError."""
-    first_number = 1 + (own_checkpoints("catalog").highest_round(config.checkpoint_dir) if config.checkpoint_dir else 0)
+    first_number = 1 + highest_round(config.checkpoint_dir)
     return _standalone(config, first_number) if config.rdzv_backend == "standalone" else _on_etcd(config, first_number)
+
+
+def highest_round(checkpoint_dir: str | None) -> int:
+    """The highest round that has left a trace in the job's checkpoints. Raises: UsageError."""
+    if checkpoint_dir is None:
+        return 0
+    try:
+        return int(own_checkpoints("catalog").highest_round(checkpoint_dir))
+    except OSError as exc:
+        raise UsageError(f"--checkpoint-dir {checkpoint_dir}: {exc.strerror or exc}") from exc
 
 
 def _standalone(config: JobConfig, first_number: int) -> Rendezvous:

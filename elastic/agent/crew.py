@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import signal
 import socket
 import time
@@ -76,8 +77,9 @@ class Crew:
     def read_progress(self) -> None:
         """Take the newest reports into the steps kept here."""
         reports = [worker.progress for worker in self.workers.all]
+        if in_loop := [report.step for report in reports if report.in_loop]:
+            self.applied_step = max(in_loop)
         if reports:
-            self.applied_step = max([report.step for report in reports])
             self.disk_step = max([self.disk_step, *(report.disk_step for report in reports)])
             self.memory_step = max([self.memory_step, *(report.memory_step for report in reports)])
 
@@ -184,10 +186,14 @@ class Crew:
         self.done.killed = True
         self.workers.kill()
 
-    def clear(self) -> None:
-        """All workers are gone: kill what they started in sessions of their own, close logs and the round's store."""
+    def clear(self, spare: frozenset[int]) -> None:
+        """All workers are gone: kill what they started elsewhere, close logs and the round's store.
+
+        This process is a child subreaper: whatever a worker left behind is below it, however it was started.
+        """
         self.read_progress()
-        if not kill_everything(self._nonce, [], deadline=time.monotonic() + _SWEEP_SECONDS):
+        deadline = time.monotonic() + _SWEEP_SECONDS
+        if not kill_everything(self._nonce, [], deadline=deadline, below=os.getpid(), spare=spare):
             logger.warning("round %d: a process of the job cannot be killed (uninterruptible sleep?)", self.round)
         self._console.stop()
         self.workers.close()
@@ -207,12 +213,17 @@ class Crew:
         return None if worker is None else failures.describe(worker, self._node_id, self._oom_kills)
 
 
+def _outcome(value: int) -> Outcome:
+    """What the block says, as far as it makes sense: any process that has the path can write there."""
+    return Outcome(value) if value in list(Outcome) else Outcome.NONE
+
+
 def worker_view(worker: Worker) -> WorkerView:
     report = worker.progress
     return WorkerView(
         local_rank=worker.plan.local_rank,
         exit_code=worker.exit_code,
-        outcome=Outcome(report.outcome),
+        outcome=_outcome(report.outcome),
         in_loop=bool(report.in_loop),
         consequence=failures.is_consequence(worker),
         stopped_by_us=worker.stopped_by_us,

@@ -65,6 +65,8 @@ class Observation:
     closed: ExitCode | None = None  # the job has ended, for spares as well, and this is how
     error: ExitCode | None = None  # this node cannot go on: no nodes, no store
     expelled: bool = False  # the lease is lost, or the others went on without this node
+    may_join_again: bool = True  # the last join has had time to show
+    fenced: bool = False  # the lease may have ended already: a seat seen now may be another's
     drain_wanted: bool = False  # the store does not answer: save while the lease lasts
     started_round: int = 0  # the round whose workers are below
     workers: tuple[WorkerView, ...] = ()
@@ -117,6 +119,8 @@ def decide(seen: Observation) -> tuple[Action, ...]:
 def _while_alive(seen: Observation, alive: list[WorkerView]) -> tuple[Action, ...]:
     if seen.killed:
         return ()
+    if seen.asked is Asked.STOP and seen.started_round and not seen.announced:
+        return (Action(act=Act.ANNOUNCE), Action(act=Act.KILL))  # peers must not wait for ranks that are gone
     if seen.asked is Asked.STOP or seen.error is not None or _is_over(seen):
         return (Action(act=Act.KILL),)
     failed = [worker for worker in seen.workers if worker.has_failed]
@@ -189,9 +193,10 @@ def _without_workers(seen: Observation) -> tuple[Action, ...]:
     if seen.asked is not Asked.NOTHING:
         return _finish(ExitCode.STEPS_LOST if seen.steps_lost else ExitCode.DRAINED)
     if seen.round_number > seen.started_round and seen.round_phase is Phase.RUNNING and seen.joining:
-        return (Action(act=Act.START),)
+        return () if seen.fenced else (Action(act=Act.START),)
     if seen.joining:
-        return (Action(act=Act.JOIN),) if seen.expelled else ()
+        missed = seen.round_number > seen.started_round and seen.round_phase in (Phase.DRAINING, Phase.BROKEN)
+        return (Action(act=Act.JOIN),) if (seen.expelled or missed) and seen.may_join_again else ()
     waits_for_peers = seen.done and seen.round_phase in (Phase.RUNNING, Phase.DRAINING) and not seen.expelled
     return () if waits_for_peers else (Action(act=Act.JOIN),)
 

@@ -48,12 +48,13 @@ def worker_environ(
         "ELASTICD_INCARNATION": formed.incarnation,
         "ELASTICD_NODE_ID": node_id,
         "ELASTICD_NONCE": nonce,
-        "ELASTICD_DRAIN_GRACE": str(config.drain_grace_seconds),
     }
     if config.checkpoint_dir:
         environ["ELASTICD_CHECKPOINT_DIR"] = config.checkpoint_dir
     if config.checkpoint_every:
         environ["ELASTICD_CHECKPOINT_EVERY"] = config.checkpoint_every
+    if config.allow_fresh_start:
+        environ["ELASTICD_ALLOW_FRESH_START"] = "1"
     if "OMP_NUM_THREADS" not in inherited and config.nproc_per_node > 1:
         environ["OMP_NUM_THREADS"] = "1"  # as torchrun does: N workers with a thread per core each would fight
     if config.virtual_local_rank:

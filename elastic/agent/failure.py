@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
 from elastic.agent.workers import Worker
 from elastic.status import FailureStatus
 
@@ -42,9 +44,31 @@ def read_error_file(path: str) -> tuple[str, str]:
         message = raw["message"]
         if isinstance(message, str):
             return message, ""
-        return str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", ""))
-    except (OSError, ValueError, KeyError, TypeError):
+        extra = message.get("extraInfo")
+        return str(message["message"]), str(extra.get("py_callstack", "")) if isinstance(extra, dict) else ""
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return "", ""
+
+
+def for_torch(failed: Sequence[Worker]) -> dict[int, ProcessFailure]:
+    """The failures as torch's RunResult wants them, by rank. torch raises on an error file that it cannot read."""
+    found = {}
+    for worker in failed:
+        found[worker.plan.rank] = ProcessFailure(
+            local_rank=worker.plan.local_rank,
+            pid=worker.pid,
+            exitcode=worker.exit_code or 1,
+            error_file=worker.plan.error_file if _torch_can_read(worker.plan.error_file) else "",
+        )
+    return found
+
+
+def _torch_can_read(path: str) -> bool:
+    try:
+        message = json.loads(Path(path).read_text())["message"]
+        return isinstance(message, str) or int(message["extraInfo"]["timestamp"]) >= 0
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return False
 
 
 def is_consequence(worker: Worker) -> bool:
@@ -78,7 +102,7 @@ def last_lines(*paths: str) -> str:
 def describe(worker: Worker, node_id: str, oom_kills_before: int) -> FailureStatus:
     """The failure as every view of the job shows it."""
     code = worker.exit_code or 0
-    message, callstack = read_error_file(worker.plan.error_file)
+    message, callstack = (text.strip() for text in read_error_file(worker.plan.error_file))
     name = None
     reason = "exited"
     if code < 0:

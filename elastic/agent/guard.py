@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from elastic.agent.mailbox import Mailbox
 from elastic.agent.warden import Warden, boottime
@@ -10,6 +11,7 @@ from elastic.agent.warden import Warden, boottime
 logger = logging.getLogger(__name__)
 
 KEY = "warden"
+_SHORTEST_MOVE_SECONDS = 0.05
 
 
 class Guard:
@@ -21,11 +23,13 @@ class Guard:
         self._nonce = nonce
         self._keep_open = keep_open
         self._groups: list[int] = []
+        self._deadline = 0.0
         self._warden: Warden | None = None
 
     def start(self) -> None:
         self._warden = Warden(self._nonce, keep_open=self._keep_open)
         self._warden.groups(self._groups)
+        self._deadline = 0.0
         self._mailbox.watch(self._warden.pidfd, KEY)
 
     def replace(self) -> None:
@@ -38,13 +42,28 @@ class Guard:
     def cover(self, groups: list[int]) -> None:
         """These process groups are the live workers now."""
         self._groups = groups
-        if self._warden is not None:
-            self._warden.groups(groups)
+        self._say(lambda warden: warden.groups(groups))
 
     def allow_for(self, seconds: float) -> None:
         """The workers may live for so long without another word."""
-        if self._warden is not None:
-            self._warden.allow_until(boottime() + seconds)
+        deadline = boottime() + seconds
+        if abs(deadline - self._deadline) >= _SHORTEST_MOVE_SECONDS:  # a busy loop must not fill the pipe
+            self._deadline = deadline
+            self._say(lambda warden: warden.allow_until(deadline))
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """What is not to be killed with the workers."""
+        return frozenset() if self._warden is None else frozenset({self._warden.pid})
+
+    def _say(self, how: Callable[[Warden], None]) -> None:
+        if self._warden is None:
+            return
+        try:
+            how(self._warden)
+        except BlockingIOError:
+            logger.warning("the warden (pid %d) does not listen: it is replaced", self._warden.pid)
+            self._warden.kill()
 
     def close(self) -> None:
         """Everything is stopped."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
 import os
+import secrets
 import time
 from pathlib import Path
 
+from elastic.agent.warden import kill_everything
 from elastic.agent.workers import remove_tree
 from elastic.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
 _LOCK_WAIT_SECONDS = 15.0
+_SWEEP_SECONDS = 5.0
 
 
 class Instance:
@@ -28,6 +32,8 @@ class Instance:
         self.folder.mkdir(mode=0o700)
         self._lock = _open_lock(self.folder / "lock")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.nonce = secrets.token_hex(16)
+        (self.folder / "nonce").write_text(self.nonce)  # for whoever sweeps after us
         self._job_lock: int | None = None
 
     def lock_job(self, checkpoint_dir: str) -> int:
@@ -37,8 +43,7 @@ class Instance:
 
         Raises: UsageError when another live agent has the directory.
         """
-        name = hashlib.sha256(os.path.realpath(checkpoint_dir).encode()).hexdigest()[:16]
-        self._job_lock = descriptor = _open_lock(self._runtime / f"job-{name}.lock")
+        self._job_lock = descriptor = _open_job_lock(checkpoint_dir, self._runtime)
         deadline = time.monotonic() + _LOCK_WAIT_SECONDS
         while not _try_lock(descriptor):
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
@@ -63,6 +68,21 @@ class Instance:
             self._job_lock = None
 
 
+def _open_job_lock(checkpoint_dir: str, runtime: Path) -> int:
+    """In the directory itself, so that it holds whatever path, user or runtime directory leads there.
+
+    Where that cannot be (a URL, a read-only file system) it lies in the runtime directory, under the path's name.
+    """
+    if "://" not in checkpoint_dir:
+        try:
+            Path(checkpoint_dir).mkdir(parents=True, exist_ok=True)
+            return _open_lock(Path(checkpoint_dir) / ".lock")
+        except OSError as exc:
+            logger.warning("--checkpoint-dir %s cannot hold a lock: %s", checkpoint_dir, exc.strerror or exc)
+    name = hashlib.sha256(os.path.realpath(checkpoint_dir).encode()).hexdigest()[:16]
+    return _open_lock(runtime / f"job-{name}.lock")
+
+
 def _is_running(pid: str) -> bool:
     """Whether a live elasticd agent has this pid; one that is stopped (SIGSTOP) counts as alive."""
     try:
@@ -83,6 +103,14 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
+def _kill_what_it_left(folder: Path) -> None:
+    """Workers of an agent that was killed together with its warden."""
+    with contextlib.suppress(OSError):
+        nonce = (folder / "nonce").read_text()
+        if nonce and not kill_everything(nonce, [], deadline=time.monotonic() + _SWEEP_SECONDS):
+            logger.warning("processes of the killed agent %s cannot be killed", folder.name)
+
+
 def _sweep(runtime: Path) -> None:
     """Remove what agents left that were killed."""
     for folder in runtime.glob("agent-*"):
@@ -92,6 +120,7 @@ def _sweep(runtime: Path) -> None:
             continue
         try:
             if _try_lock(descriptor):
+                _kill_what_it_left(folder)
                 remove_tree(folder)
                 (runtime / f"{folder.name.removeprefix('agent-')}.sock").unlink(missing_ok=True)
                 logger.info("removed what a killed agent had left: %s", folder.name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 from collections.abc import Iterator
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -16,6 +15,7 @@ from elastic.agent.crew import Crew
 from elastic.agent.environment import job_command
 from elastic.agent.guard import Guard
 from elastic.agent.instance import Instance
+from elastic.agent.log_thread import log_thread
 from elastic.agent.logs import make_logs_specs
 from elastic.agent.mailbox import Mailbox
 from elastic.agent.systemd import Notifier
@@ -32,9 +32,9 @@ def run_job(config: JobConfig) -> int:
     """Run the job on this node until it ends. Returns the exit code. Raises: UsageError."""
     mailbox = Mailbox()
     mailbox.take_signals(SIGNALS)
-    with contextlib.closing(mailbox), _instance() as instance:
-        keep_open = () if config.checkpoint_dir is None else (instance.lock_job(config.checkpoint_dir),)
-        nonce = secrets.token_hex(16)
+    with contextlib.closing(mailbox), log_thread(), _instance() as instance:
+        keep_open = _lock_alone(config, instance)
+        nonce = instance.nonce
         rendezvous = make_rendezvous(config)
         membership = rendezvous.membership
         agent = Agent(
@@ -63,6 +63,13 @@ def run_job(config: JobConfig) -> int:
         return _report(agent)
 
 
+def _lock_alone(config: JobConfig, instance: Instance) -> tuple[int, ...]:
+    """A job on one node has its checkpoints to itself; on many they may be shared, and etcd keeps jobs apart."""
+    if config.checkpoint_dir is None or config.rdzv_backend != "standalone":
+        return ()
+    return (instance.lock_job(config.checkpoint_dir),)
+
+
 @contextlib.contextmanager
 def _instance() -> Iterator[Instance]:
     instance = Instance(runtime_dir(os.environ))
@@ -89,8 +96,12 @@ def _worker_spec(config: JobConfig, handler: MembershipHandler) -> WorkerSpec:
 def _report(agent: Agent) -> int:
     """The last line of the log says how the job ended."""
     code, failure = agent.exit_code, agent.last_failure
-    if code in (ExitCode.SUCCEEDED, ExitCode.DRAINED):
-        logger.info("the job has %s", "succeeded" if code is ExitCode.SUCCEEDED else "drained: run it again to go on")
+    if code is ExitCode.SUCCEEDED:
+        logger.info("the job has succeeded")
+    elif code is ExitCode.DRAINED and agent.has_session:
+        logger.info("the job has drained: run it again to go on")
+    elif code is ExitCode.DRAINED:
+        logger.info("the job was stopped; its workers have no session, so only they know what they have saved")
     elif code is ExitCode.STEPS_LOST:
         logger.error("stopped, but steps after the newest committed one are lost")
     elif agent.error is not None:

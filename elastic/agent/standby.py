@@ -14,6 +14,8 @@ from __future__ import annotations
 import atexit
 import builtins
 import faulthandler
+import gc
+import io
 import json
 import os
 import signal
@@ -40,12 +42,25 @@ def listen(stdout: str, stderr: str) -> None:
     """SIGHUP reopens the log files after a rotation, SIGQUIT writes the stacks of all threads to stderr."""
 
     def reopen(_number: int, _frame: object) -> None:
-        redirect(stdout, stderr)
+        try:
+            redirect(stdout, stderr)
+        except OSError as exc:  # the folder is gone: the old files go on; this runs in the middle of the user's code
+            os.write(2, f"cannot reopen {stdout or stderr}: {exc}\n".encode())
 
     signal.signal(signal.SIGHUP, reopen)
     signal.siginterrupt(signal.SIGHUP, False)
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)
+
+
+def die_with_the_agent() -> None:
+    """SIGKILL when the process that started this one ends, should its warden be gone as well (PR_SET_PDEATHSIG)."""
+    import ctypes
+
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
 
 
 def become_main(target: str, kind: str, args: list[str]) -> None:
@@ -137,12 +152,28 @@ def end(code: int) -> NoReturn:
     except BaseException:  # noqa: BLE001 - the last stop of the process
         traceback.print_exc()
         code = code or 1
+    _let_go_of_main()
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
             code = code or 1
     os._exit(code)
+
+
+def _let_go_of_main() -> None:
+    """Finalise what the program still holds, as the interpreter would: open files are flushed, `__del__` runs."""
+    main = sys.modules.get("__main__")
+    if main is not None and main.__dict__ is not globals():  # the program may not have come to life
+        main.__dict__.clear()
+    gc.collect()
+    for thing in gc.get_objects():  # what other modules, reference cycles or threads still hold open
+        if isinstance(thing, io.IOBase) and not thing.closed:
+            try:
+                thing.flush()
+            except (OSError, ValueError):
+                continue
 
 
 def _destroy_process_group() -> None:
@@ -157,7 +188,8 @@ def _destroy_process_group() -> None:
 
 def run(message: dict[str, Any]) -> NoReturn:
     """Become the worker that the message describes, and end with its exit code."""
-    os.environ.update(message["environ"])
+    os.environ.update(message["environ"], ELASTICD_WORKER_PID=str(os.getpid()))
+    die_with_the_agent()
     if message["cwd"]:
         os.chdir(message["cwd"])
     os.umask(message["umask"])

@@ -7,6 +7,7 @@ import time
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from elastic.agent import failure as failures
 from elastic.agent.crew import Crew
 from elastic.agent.incidents import Incidents
 from elastic.errors import ExitCode
@@ -67,17 +68,10 @@ class Story:
         failure = self._crew.first_failure()
         progressed = self._crew.has_progressed
         if self._crew.done.frozen or failure is None:
-            return Breakage(cause=f"node {node_id}: {self._fenced_by}", charged=False, progressed=progressed)
+            cause = f"node {node_id}: {self._fenced_by or 'it was stopped'}"
+            return Breakage(cause=cause, charged=False, progressed=progressed)
         self.last_failure = failure
-        self.failures = {
-            worker.plan.rank: ProcessFailure(
-                local_rank=worker.plan.local_rank,
-                pid=worker.pid,
-                exitcode=worker.exit_code or 1,
-                error_file=worker.plan.error_file,
-            )
-            for worker in self._crew.failed
-        }
+        self.failures = failures.for_torch(self._crew.failed)
         summary = f"rank {failure.rank} {failure.reason}: {failure.message.splitlines()[0]}"
         logger.error("round %d: %s%s", self._crew.round, summary, _details(failure))
         self._incidents.name(summary)

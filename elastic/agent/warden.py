@@ -42,6 +42,8 @@ class Warden:
             bufsize=0,
         )
         self.pidfd = os.pidfd_open(self._process.pid)
+        if self._process.stdin:
+            os.set_blocking(self._process.stdin.fileno(), False)
 
     @property
     def pid(self) -> int:
@@ -56,7 +58,10 @@ class Warden:
 
     def close(self) -> None:
         """The agent has stopped everything: the warden only leaves."""
-        self._send("bye")
+        try:
+            self._send("bye")
+        except BlockingIOError:
+            self.kill()
         if self._process.stdin:
             self._process.stdin.close()
         try:
@@ -66,10 +71,17 @@ class Warden:
             self._process.wait()
         os.close(self.pidfd)
 
+    def kill(self) -> None:
+        """For one that is stopped or stuck: its pidfd tells when it is gone."""
+        self._process.kill()
+
     def _send(self, line: str) -> None:
+        """Raises: BlockingIOError when it has not read for so long that the pipe is full."""
         if self._process.stdin and not self._process.stdin.closed:
+            data = line.encode() + b"\n"
             try:
-                self._process.stdin.write(line.encode() + b"\n")
+                if self._process.stdin.write(data) != len(data):
+                    raise BlockingIOError("the warden does not read")
             except BrokenPipeError:  # it died; the agent's loop sees its pidfd and starts another
                 return
 
@@ -114,17 +126,22 @@ def descendants(roots: set[int]) -> set[int]:
     return found
 
 
-def kill_everything(nonce: str, pgids: list[int], *, deadline: float) -> bool:
+def kill_everything(
+    nonce: str, pgids: list[int], *, deadline: float, below: int = 0, spare: frozenset[int] = frozenset()
+) -> bool:
     """SIGKILL the groups, then whatever carries the nonce and its descendants, until two looks find nothing.
 
-    Returns False when something is still there at the monotonic `deadline` (a process in uninterruptible sleep).
+    With `below`, everything that descends from that process as well, but for `spare`. Returns False when something is
+    still there at the monotonic `deadline` (a process in uninterruptible sleep).
     """
-    doomed = descendants(set(pgids) | ours(nonce)) - {os.getpid()}
+    kept = spare | {os.getpid()}
+    doomed = descendants(set(pgids) | ours(nonce)) - kept
     for pgid in pgids:
         _kill(os.killpg, pgid)
     clean = 0
     while clean < 2 and time.monotonic() < deadline:
-        doomed = {pid for pid in doomed | ours(nonce) if pid != os.getpid() and is_alive(pid)}
+        found = doomed | ours(nonce) | (descendants({below}) if below else set())
+        doomed = {pid for pid in found - kept if is_alive(pid)}
         for pid in doomed:
             _kill(os.kill, pid)
         clean = 0 if doomed else clean + 1

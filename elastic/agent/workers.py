@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import logging
@@ -22,6 +23,7 @@ from elastic.agent.mailbox import Mailbox, Readable
 
 logger = logging.getLogger(__name__)
 
+_PR_SET_CHILD_SUBREAPER = 36
 _ENTRY_POINT = str(Path(__file__).with_name("standby.py").resolve())
 
 
@@ -62,7 +64,7 @@ class Worker:
         self.exited_at = 0.0
         self.stopped_by_us = False
         self.started_at = time.monotonic()
-        environ = {**os.environ, **plan.environ, progress.ENVIRONMENT_KEY: str(block)}
+        environ = {**_inherited(), **plan.environ, progress.ENVIRONMENT_KEY: str(block)}
         start = self._start_program if command.kind == "program" else self._start_python
         try:
             self.process = start(environ, launcher)
@@ -71,7 +73,12 @@ class Worker:
             block.unlink()
             raise
         self.pid = self.process.pid
-        self.pidfd = os.pidfd_open(self.pid)
+        try:
+            self.pidfd = os.pidfd_open(self.pid)
+        except OSError:
+            self.process.kill()
+            self.process.wait()
+            raise
 
     def _start_python(self, environ: dict[str, str], launcher: tuple[str, ...]) -> subprocess.Popen[bytes]:
         """Start the entry point and send it the message at once; a standby will get the same message later."""
@@ -173,6 +180,12 @@ class Worker:
         self._block.unlink(missing_ok=True)
 
 
+def _inherited() -> dict[str, str]:
+    """The agent's environment without what is ours: a job inside a worker of another job is none of its business, and a
+    password for etcd none of a worker's."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("ELASTICD_")}
+
+
 class Workers:
     """All local workers of one round."""
 
@@ -226,6 +239,21 @@ class Workers:
         """All are gone: their blocks and descriptors are given back."""
         for worker in self.all:
             worker.close()
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of whatever its workers leave behind (PR_SET_CHILD_SUBREAPER)."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        logger.warning("cannot adopt orphans: a worker's detached children may outlive it")
+
+
+def reap_orphans(known: frozenset[int]) -> None:
+    """Take the exit codes of adopted children that have ended; `known` ones have somebody who waits for them."""
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in children.read_text().split():
+            if int(pid) not in known:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(int(pid), os.WNOHANG)
 
 
 def _umask() -> int:

@@ -101,7 +101,7 @@ class LeaseKeeper:
         try:
             ttl = self._store.renew(self._lease_id, timeout_seconds=state.ttl_seconds / RENEWALS_PER_TTL)
         except ElasticError as exc:
-            logger.info("lease %x was not renewed: %s", self._lease_id, exc)
+            logger.debug("lease %x was not renewed: %s", self._lease_id, exc)
             later = max(self._clock(), now + state.ttl_seconds / _RETRIES_PER_TTL)
             self._state = dataclasses.replace(state, due=later)
             return

@@ -54,17 +54,21 @@ class WorkerEnvironment:
     progress_path: str | None = None
     checkpoint_dir: str | None = None
     checkpoint_every: Every | None = None
-    drain_grace_seconds: float = 120.0
+    allow_fresh_start: bool = False
 
 
-def read_environment(environ: Mapping[str, str]) -> WorkerEnvironment:
+def read_environment(environ: Mapping[str, str], pid: int | None = None) -> WorkerEnvironment:
     """Parse the variables a launcher sets; missing ones keep the values of a worker that runs alone.
+
+    A process that a worker has started inherits its variables, but does not speak for it: only the worker's own `pid`
+    has the progress block.
 
     Raises:
         UsageError: a variable is there and is not a number; it is named.
     """
     restarts = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0)
     every = environ.get("ELASTICD_CHECKPOINT_EVERY")
+    is_worker = environ.get("ELASTICD_WORKER_PID", str(pid)) == str(pid) or pid is None
     return WorkerEnvironment(
         rank=_number(environ, "RANK", 0),
         local_rank=_number(environ, "LOCAL_RANK", 0),
@@ -78,10 +82,10 @@ def read_environment(environ: Mapping[str, str]) -> WorkerEnvironment:
         store_port=_number(environ, "MASTER_PORT", 0) or None,
         launched="RANK" in environ,
         elastic="TORCHELASTIC_RUN_ID" in environ or PROGRESS_KEY in environ,
-        progress_path=environ.get(PROGRESS_KEY) or None,
+        progress_path=(environ.get(PROGRESS_KEY) or None) if is_worker else None,
         checkpoint_dir=environ.get("ELASTICD_CHECKPOINT_DIR") or None,
         checkpoint_every=parse_every(every, name="ELASTICD_CHECKPOINT_EVERY") if every else None,
-        drain_grace_seconds=float(environ.get("ELASTICD_DRAIN_GRACE") or 120.0),
+        allow_fresh_start=environ.get("ELASTICD_ALLOW_FRESH_START") == "1",
     )
 
 

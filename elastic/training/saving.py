@@ -104,7 +104,9 @@ class Saver:
             self._session.note(restore_began_at=time.monotonic())
             try:
                 restored = self._manager.restore(
-                    like, fingerprint=fingerprint, allow_fresh_start=self._config.allow_fresh_start
+                    like,
+                    fingerprint=fingerprint,
+                    allow_fresh_start=self._config.allow_fresh_start or self._session.allow_fresh_start,
                 )
             except errors.NoUsableCheckpointError as error:
                 raise NoUsableCheckpointError(str(error)) from error
@@ -161,9 +163,8 @@ class Saver:
 
     def _on_result(self, result: CommitResult) -> None:
         """Called by the manager's thread on every rank."""
-        if result.state == "committed":
-            self._session.note(disk_step=result.step, commit_unix_time=result.unix_time)
-        else:
+        self._session.committed(result)
+        if result.state != "committed":
             logger.error(
                 "run=%s round=%s rank=%s step=%s checkpoint %s: %s; training goes on, the next save tries again",
                 self._session.run_id,
@@ -173,9 +174,3 @@ class Saver:
                 result.state,
                 result.error,
             )
-            self._session.count(checkpoint_failures_total=1)
-        self._session.count(
-            checkpoint_bytes_total=result.bytes,
-            checkpoint_stall_seconds_total=result.stall_seconds,
-            checkpoint_write_seconds_total=result.write_seconds,
-        )

@@ -4,13 +4,13 @@ Works under our agent, under plain torchrun, and alone. A training loop of your 
 with:
 
     session = elastic.session()
-    checkpoints = CheckpointManager(session.checkpoint_dir, rank=session.rank, world_size=session.world_size,
-                                    store=session.store())
+    checkpoints = CheckpointManager(session.checkpoint_dir or "ckpt", rank=session.rank, world_size=session.world_size,
+                                    store=session.store(), on_result=session.committed)
     restored = checkpoints.restore()
     step = restored.step if restored else 0
     session.enter_loop(step=step, base_step=step)
     while step < 1000:
-        pending = session.begin_agree(busy=checkpoints.busy)
+        pending = session.begin_agree(save=session.save_is_due(step + 1))
         train_one_step()                                    # the exchange runs beside the backward pass
         agreed, step = pending.wait(), step + 1
         session.report(step=step, loss=loss)
@@ -36,7 +36,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -46,6 +46,23 @@ from elastic.training.agreement import Agreement, AgreementChannel, PendingAgree
 from elastic.training.environment import Every, WorkerEnvironment, read_environment
 
 logger = logging.getLogger(__name__)
+
+
+class CommitResultLike(Protocol):
+    """What is asked of a `checkpoints.CommitResult`."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def stall_seconds(self) -> float: ...
+    @property
+    def write_seconds(self) -> float: ...
+    @property
+    def unix_time(self) -> float: ...
 
 
 class Session:
@@ -65,6 +82,7 @@ class Session:
         self._channel = AgreementChannel(world_size=environment.world_size, timeout_seconds=timeout_seconds)
         self._saves_seen = self._progress.saves_requested if self._progress else 0
         self._stop_signalled = False
+        self._saved_at = time.monotonic()
         self._phase = Phase.STARTING
         self._first_step = True
         self._update(
@@ -114,6 +132,11 @@ class Session:
     @property
     def checkpoint_every(self) -> Every | None:
         return self._environment.checkpoint_every
+
+    @property
+    def allow_fresh_start(self) -> bool:
+        """The operator lets training begin at step 0 although there are checkpoints and none is good."""
+        return self._environment.allow_fresh_start
 
     @property
     def under_agent(self) -> bool:
@@ -178,6 +201,8 @@ class Session:
         return self._channel.begin((stop or self._stop_signalled, save, busy, error), sums, self._after_agreement)
 
     def _after_agreement(self, agreement: Agreement) -> None:
+        if agreement.save:
+            self._saved_at = time.monotonic()
         if agreement.save and self._progress is not None:
             # Asked of all agents at once, seen a step apart: what arrived until here is answered by this one save.
             self._saves_seen = self._progress.saves_requested
@@ -193,6 +218,30 @@ class Session:
     ) -> Agreement:
         """`begin_agree` and `wait` in one: for loops that do not overlap it."""
         return self.begin_agree(stop=stop, save=save, busy=busy, error=error, sums=sums).wait()
+
+    def save_is_due(self, step: int) -> bool:
+        """What to contribute as `save` before `step` is applied, by --checkpoint-every: time is rank 0's."""
+        every = self.checkpoint_every
+        if every is None:
+            return False
+        if every.steps is not None:
+            return step % every.steps == 0
+        return self.rank == 0 and time.monotonic() - self._saved_at >= (every.seconds or 0.0)
+
+    def committed(self, result: CommitResultLike) -> None:
+        """Tell the agent what a commit came to: `CheckpointManager(..., on_result=session.committed)`. Any thread.
+
+        Without it the agent believes that nothing is safe, and says so when the job is stopped.
+        """
+        if result.state == "committed":
+            self.note(disk_step=result.step, commit_unix_time=result.unix_time)
+        else:
+            self.count(checkpoint_failures_total=1)
+        self.count(
+            checkpoint_bytes_total=result.bytes,
+            checkpoint_stall_seconds_total=result.stall_seconds,
+            checkpoint_write_seconds_total=result.write_seconds,
+        )
 
     def leave_group(self) -> None:
         """Called before `torch.distributed.destroy_process_group`."""
@@ -258,7 +307,7 @@ def session() -> Session:
     global _session
     with _lock:
         if _session is None:
-            environment = read_environment(os.environ)
+            environment = read_environment(os.environ, os.getpid())
             if not environment.launched and dist.is_available() and dist.is_initialized():
                 environment = dataclasses.replace(environment, rank=dist.get_rank(), world_size=dist.get_world_size())
             _session = Session(environment)

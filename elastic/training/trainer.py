@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from elastic.errors import JobFailedError, NonFiniteGradientError, UsageError
+from elastic.errors import ElasticError, JobFailedError, NonFiniteGradientError, UsageError
 from elastic.progress import Phase
 from elastic.training import seeding
 from elastic.training.agreement import Agreement
@@ -307,12 +307,11 @@ class Trainer:
             self._saver.forget_failure()
             self._save()  # once more: nothing comes after it
         if not self._saver.wait():
+            problem = f"step {self._at.step} could not be saved: the steps after the last checkpoint are lost"
+            if not drained:  # a retry goes on from there; a drain is told by the agent's exit code
+                raise ElasticError(problem)
             logger.error(
-                "run=%s round=%s rank=%s step=%s is not saved: the steps after the last checkpoint are lost",
-                self._session.run_id,
-                self._session.round,
-                self._session.rank,
-                self._at.step,
+                "run=%s round=%s rank=%s %s", self._session.run_id, self._session.round, self._session.rank, problem
             )
         if drained:
             self._session.drained(self._at.step)

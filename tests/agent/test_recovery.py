@@ -226,7 +226,7 @@ if os.environ["RANK"] == "0":
     busy = [sys.executable, "-c", "while True: pass"]
     subprocess.Popen(busy)
     subprocess.Popen(busy, start_new_session=True)
-    bare = {"ELASTICD_TEST_MARK": os.environ["ELASTICD_TEST_MARK"]}  # the test's mark, not the agent's nonce
+    bare = {"JOB_TEST_MARK": os.environ["JOB_TEST_MARK"]}  # the test's mark, not the agent's nonce
     subprocess.Popen(busy, start_new_session=True, env=bare)
 open("up-" + os.environ["RANK"], "w")
 time.sleep(60)
@@ -323,8 +323,10 @@ def test_nothing_is_left_in_the_runtime_directory(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv to become nobody")
 def test_an_unprivileged_user_can_run_lose_a_worker_and_drain(tmp_path: Path) -> None:
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o777)
+    for folder in [tmp_path, *tmp_path.parents]:
+        if folder.owner() == "root" and folder.name.startswith(("pytest-", "popen-")):
+            folder.chmod(0o755)
+    tmp_path.chmod(0o777)
     with running(tmp_path, *QUICK, TRAINER, "100000", "0.02", "state", "kill-once", user=65534) as job:
         job.wait_status(lambda s: s["round"] == 2 and s["state"] == "running")
         job.signal(signal.SIGTERM)

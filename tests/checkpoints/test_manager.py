@@ -372,3 +372,36 @@ def test_mismatch_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
 
 def test_saved_infinity_in_samples_of_lists_keeps_type(tmp_path: Path) -> None:
     assert_same(round_trip(tmp_path, {"a": [math.nan, 1, 1.0]}), {"a": [math.nan, 1, 1.0]})
+
+
+def save_without_restore(rank: int, world_size: int, store: dist.Store | None, base: Path, shared: bool) -> str:
+    directory = base if shared else base / str(rank)
+    manager = CheckpointManager(directory, rank=rank, world_size=world_size, store=store, commit_timeout_seconds=20)
+    try:
+        manager.save(9, small_state(9))
+    except CheckpointError as exc:
+        refused = str(exc)
+    else:
+        refused = ""
+    assert manager.wait() is None or not refused
+    manager.restore(allow_fresh_start=True)
+    manager.save(9, small_state(9))
+    result = manager.wait()
+    manager.close()
+    assert result is not None
+    assert result.state == "committed", result.error
+    return refused
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "local"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_save_into_a_directory_with_checkpoints_wants_a_restore_first(tmp_path: Path, ranks: int, shared: bool) -> None:
+    """Also when only the last rank's disk holds some."""
+    round_trip(tmp_path if shared else tmp_path / str(ranks - 1), small_state(1))
+    for message in run_ranks(ranks, save_without_restore, tmp_path, shared):
+        assert "holds step-000000000001 and restore() was not called" in message
+
+
+def test_save_into_a_directory_without_checkpoints_wants_no_restore(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert save_without_restore(0, 1, None, tmp_path, True) == ""

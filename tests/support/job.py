@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from elastic import runtime
 
 T = TypeVar("T")
-_MARK = "ELASTICD_TEST_MARK"
+_MARK = "JOB_TEST_MARK"
 
 
 class WaitTimeoutError(AssertionError):

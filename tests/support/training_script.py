@@ -3,7 +3,7 @@
     training_script.py FOLDER [FAULTS]
 
 FAULTS is JSON: round number -> fault that rank 1 commits in that round at the first step it runs with an even number
-(`import` happens at import). A fault is one of import, step, loader, micro, kill, segv, exit, term.
+(`import` happens at import). A fault is one of import, step, loader, micro, segv.
 Files in FOLDER: `ledger` (a line per rank and step), `digest` (at the end), `now` (what rank 0 is doing).
 While there is a file `slow`, micro-steps take long, so that the training does not end before what the test waits for.
 """
@@ -95,14 +95,8 @@ def commit_fault(losses_asked: int) -> None:
         return
     if FAULT == "step":
         raise ValueError("broken at a step")
-    if FAULT == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
     if FAULT == "segv":
         ctypes.string_at(0)
-    if FAULT == "exit":
-        os._exit(3)
-    if FAULT == "term":
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def say(what: str) -> None:

@@ -48,6 +48,9 @@ STOPPED = (-15, {"stopped_by_us": True})
         ({"round_number": 0, "started_round": 0, "joining": True}, []),
         ({"started_round": 0, "joining": True}, ["START"]),
         ({"started_round": 0, "joining": True, "expelled": True, "round_number": 0}, ["JOIN"]),
+        ({"started_round": 2, "joining": True, "round_phase": Phase.BROKEN}, ["JOIN"]),
+        ({"started_round": 2, "joining": True, "round_phase": Phase.BROKEN, "may_join_again": False}, []),
+        ({"started_round": 2, "joining": True, "fenced": True}, []),
         ({"round_number": 0, "started_round": 0, "joining": True, "asked": Asked.DRAIN}, ["LEAVE", "FINISH"]),
         # all is well
         ({"workers": workers("loop", "loop")}, []),
@@ -80,8 +83,9 @@ STOPPED = (-15, {"stopped_by_us": True})
         ({"workers": workers("loop", "loop"), "round_phase": Phase.BROKEN}, ["KILL"]),
         ({"workers": workers("loop", "loop"), "round_number": 4}, ["KILL"]),
         # a stop does not wait for anything
-        ({"workers": workers("loop", "loop"), "asked": Asked.STOP}, ["KILL"]),
-        ({"workers": workers("loop", "loop"), "asked": Asked.STOP, "drain_until": 120.0}, ["KILL"]),
+        ({"workers": workers("loop", "loop"), "asked": Asked.STOP}, ["ANNOUNCE", "KILL"]),
+        ({"workers": workers("loop", "loop"), "asked": Asked.STOP, "announced": True}, ["KILL"]),
+        ({"workers": workers("loop", "loop"), "asked": Asked.STOP, "drain_until": 120.0}, ["ANNOUNCE", "KILL"]),
         # after the end
         ({"done": True, "round_phase": Phase.CLOSED, "closed": ExitCode.SUCCEEDED}, ["LEAVE", "FINISH"]),
         ({"done": True}, []),

@@ -19,6 +19,11 @@ from elastic.errors import UsageError
 from elastic.metrics import server as server_module
 from elastic.metrics.server import StatusServer
 from elastic.status import JobStatus
+from tests.support.job import wait_for
+
+
+def no_server_threads() -> bool:
+    return not [thread for thread in threading.enumerate() if thread.name.startswith("elasticd-http")]
 
 
 class Job:
@@ -52,7 +57,7 @@ def server(job: Job, path: Path) -> Iterator[StatusServer]:
     made = StatusServer("127.0.0.1", 0, path, job.status, job.healthy)
     yield made
     made.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("elasticd-http")]
+    wait_for(no_server_threads, seconds=10.0, what="the server's threads are gone")
 
 
 def ask(server: StatusServer, target: str, method: str = "GET", host: str = "127.0.0.1") -> tuple[int, str]:
@@ -174,7 +179,7 @@ def test_the_socket_replaces_a_dead_agents_and_goes_with_the_server(job: Job, pa
 def test_a_socket_that_cannot_be_made_leaves_no_server_behind(job: Job, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"status socket .*gone/1\.sock: No such file"):
         StatusServer("127.0.0.1", 0, tmp_path / "gone" / "1.sock", job.status, job.healthy)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("elasticd-http")]
+    wait_for(no_server_threads, seconds=10.0, what="the server's threads are gone")
 
 
 def test_silent_clients_do_not_keep_others_waiting(server: StatusServer) -> None:
@@ -240,4 +245,4 @@ def test_closing_does_not_wait_for_silent_clients(job: Job) -> None:
         began = time.monotonic()
         made.close()
         assert time.monotonic() - began < 1
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("elasticd-http")]
+    wait_for(no_server_threads, seconds=10.0, what="the server's threads are gone")

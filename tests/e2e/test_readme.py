@@ -1,0 +1,44 @@
+"""The README's own loop runs as it stands: under the agent, under torchrun, and alone; drains, and goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.job import running, write
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    found = re.search(r"<!-- a test runs this block -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert found is not None
+    return write(tmp_path, "own_loop.py", found[1])
+
+
+def test_under_the_agent_it_saves_drains_and_goes_on(tmp_path: Path, script: Path) -> None:
+    slow = script.read_text().replace("optimizer.zero_grad()", "optimizer.zero_grad(); __import__('time').sleep(0.01)")
+    script.write_text(slow)
+    agent = ("--http", "127.0.0.1:0", "--nproc-per-node", "2", "--checkpoint-dir", "ckpt", "--checkpoint-every", "20")
+    with running(tmp_path, *agent, str(script)) as job:
+        job.wait_status(lambda s: (s["checkpoint"]["disk_step"] or 0) >= 20)
+        job.signal(signal.SIGTERM)
+        assert job.wait() == 143, job.output
+    with running(tmp_path, *agent, str(script)) as job:
+        assert job.wait_status(lambda s: s["base_step"] is not None)["base_step"] >= 20
+        assert job.wait() == 0, job.output
+
+
+@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
+def test_without_the_agent_it_runs_too(tmp_path: Path, script: Path, launcher: tuple[str, ...]) -> None:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(script)]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
