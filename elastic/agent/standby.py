@@ -53,16 +53,6 @@ def listen(stdout: str, stderr: str) -> None:
     faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)
 
 
-def die_with_the_agent() -> None:
-    """SIGKILL when the process that started this one ends, should its warden be gone as well (PR_SET_PDEATHSIG)."""
-    import ctypes
-
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)
-
-
 def become_main(target: str, kind: str, args: list[str]) -> None:
     """Run the user's program as `__main__`; returns when its top-level code has."""
     sys.argv = [target, *args]
@@ -189,7 +179,6 @@ def _destroy_process_group() -> None:
 def run(message: dict[str, Any]) -> NoReturn:
     """Become the worker that the message describes, and end with its exit code."""
     os.environ.update(message["environ"], ELASTICD_WORKER_PID=str(os.getpid()))
-    die_with_the_agent()
     if message["cwd"]:
         os.chdir(message["cwd"])
     os.umask(message["umask"])

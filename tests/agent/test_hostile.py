@@ -108,14 +108,19 @@ def warden_of(agent: int) -> int:
     return int(found.stdout.split()[0])
 
 
-def test_agent_and_warden_killed_at_once_leave_no_worker(tmp_path: Path) -> None:
-    with running(tmp_path, *QUICK, "--nproc-per-node", "2", TRAINER, "100000", "0.02", "state") as job:
+def test_what_agent_and_warden_killed_at_once_leave_is_gone_before_the_next_agent_trains(tmp_path: Path) -> None:
+    args = (*QUICK, "--nproc-per-node", "2", TRAINER, "100000", "0.02", "state")
+    with running(tmp_path, *args) as job:
         job.wait_step(3)
         warden = warden_of(job.process.pid)
         os.kill(warden, signal.SIGSTOP)
         job.signal(signal.SIGKILL)
         os.kill(warden, signal.SIGKILL)
-        wait_for(lambda: not job.processes(), seconds=10.0, what="the workers are gone")
+        with running(tmp_path, *args) as again:
+            again.wait_step(3)
+            assert not job.processes()
+            again.signal(signal.SIGTERM)
+            assert again.wait() == 143, again.output
 
 
 def test_a_warden_that_does_not_listen_is_replaced() -> None:

@@ -68,7 +68,7 @@ def test_a_worker_finds_the_same_environment_arguments_and_world(tmp_path: Path)
         assert missing == {}
         assert set(ours["environ"]) >= PRIVATE
         added = {name for name in ours["environ"] if name not in theirs["environ"]}
-        assert {name for name in added if not name.startswith("ELASTICD_")} <= {"RUNTIME_DIRECTORY"}
+        assert {name for name in added if not name.startswith("ELASTICD_")} <= {"RUNTIME_DIRECTORY", "JOB_TEST_MARK"}
 
 
 @pytest.mark.parametrize(
