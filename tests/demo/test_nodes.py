@@ -180,6 +180,7 @@ def test_a_bad_number_of_nodes_is_refused_by_name() -> None:
         parse(["--nodes", "9"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_node_is_lost_added_and_drained_and_no_sample_is(tmp_path: Path) -> None:
     with running_demo(tmp_path, "--nodes", "3", "--steps", "160", "--save-every", "10", "--json") as process:

@@ -21,7 +21,7 @@ import pytest
 from tests.support.etcd import EtcdCluster, etcd_cluster
 from tests.support.job import Job, wait_for, write
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SUPPORT = Path(__file__).parents[1] / "support"
 TTL = 2
 SLACK = 5.0  # for what the machine itself needs, beside what the settings say
