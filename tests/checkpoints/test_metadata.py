@@ -18,7 +18,7 @@ from checkpoints import manifest as manifests
 from checkpoints.errors import CheckpointError, CorruptCheckpointError
 from checkpoints.manager import CheckpointManager
 from checkpoints.manifest import canonical, checksum
-from checkpoints.rounds import read_rounds, record_round
+from checkpoints.rounds import read_rounds, record_rounds
 from checkpoints.storage import LocalStorage
 from tests.checkpoints.support import assert_same, cut_state, newest, small_state
 
@@ -190,7 +190,7 @@ def test_altered_rounds_void_nothing(tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_any_flipped_bit_of_the_rounds_is_noticed(tmp_path: Path) -> None:
     storage = LocalStorage()
     for round_, base_step in ((3, 10), (7, 40)):
-        record_round(storage, str(tmp_path), round_, base_step)
+        record_rounds(storage, str(tmp_path), [(round_, base_step)])
     data = (tmp_path / "rounds.json").read_bytes()
     assert read_rounds(storage, str(tmp_path)) == ((3, 10), (7, 40))
     for position in range(len(data)):

@@ -122,7 +122,7 @@ def test_the_view_for_people_shows_every_part() -> None:
         "more than MAX",
         "120",
         "restarts 1 of 3",
-        "110 on disk",
+        "newest committed step: 110",
     ):
         assert part in shown
     assert "last failure: rank 1 on n0 killed (SIGKILL)\n  gone\n  line\n  line 2" in shown
