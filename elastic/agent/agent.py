@@ -28,7 +28,7 @@ from elastic.agent.mailbox import Mailbox, Readable, Request, SignalReceived
 from elastic.agent.story import Story
 from elastic.agent.systemd import Notifier
 from elastic.agent.view import Facts, job_status
-from elastic.agent.workers import adopt_orphans, reap_orphans
+from elastic.agent.workers import Worker, adopt_orphans, reap_orphans
 from elastic.config import JobConfig
 from elastic.errors import ElasticError, ExitCode
 from elastic.rendezvous.lease import FENCE_SHARE
@@ -149,7 +149,6 @@ class Agent(ElasticAgent):
     def _pass(self, events: list[Any]) -> None:
         """Observe, decide, act, tell."""
         now = time.monotonic()
-        self._notice_freeze(now)
         self._take(events)
         self._crew.read_progress()
         self._membership.pump(now)
@@ -175,24 +174,14 @@ class Agent(ElasticAgent):
         heartbeat = now + self._config.lease_ttl_seconds / _PASSES_PER_TTL
         return min([heartbeat, *(deadline for deadline in due if deadline is not None)])
 
-    def _notice_freeze(self, now: float) -> None:
-        """The workers were not allowed to live any longer: the warden has killed them, or is about to."""
-        if not self._crew.workers.alive or self._crew.done.frozen or now <= self._membership.fence(self._last_pass):
-            return
-        frozen = now - self._last_pass
-        was_frozen = frozen > FENCE_SHARE * self._config.lease_ttl_seconds
-        cause = f"the agent did not run for {frozen:.1f} s" if was_frozen else "the lease could not be renewed"
-        self._story.fenced(cause, failed_at=self._last_pass)
-        self._crew.done.frozen = True
-        self._crew.kill()
-
     def _take(self, events: list[Any]) -> None:
+        ended = self._crew.workers.collect(events)
+        self._notice_freeze(ended)  # only now: who was killed while the agent stood still may be among them
         for event in events:
             if isinstance(event, SignalReceived):
                 self._take_signal(event.number)
             elif isinstance(event, Readable) and event.key == guards.KEY:
                 self._guard.replace()
-        ended = self._crew.workers.collect(events)
         for worker in ended:
             logger.info("round %d: rank %d ended with %s", self._crew.round, worker.plan.rank, worker.exit_code)
         if ended:
@@ -200,6 +189,24 @@ class Agent(ElasticAgent):
         failed = [worker for worker in ended if worker in self._crew.failed]
         if failed:
             self._story.begin("worker failed", failed_at=min(worker.exited_at for worker in failed))
+
+    def _notice_freeze(self, ended: list[Worker]) -> None:
+        """The workers were not allowed to live any longer: the warden has killed them, or is about to.
+
+        Looked at after workers were seen to end and before a pass counts as finished, so that a stop of this process
+        at any point of the loop is noticed before its victims are taken for failures.
+        """
+        now = time.monotonic()
+        crew = self._crew
+        if crew.done.frozen or not (crew.workers.alive or ended) or now <= self._membership.fence(self._last_pass):
+            return
+        frozen = now - self._last_pass
+        was_frozen = frozen > FENCE_SHARE * self._config.lease_ttl_seconds
+        cause = f"the agent did not run for {frozen:.1f} s" if was_frozen else "the lease could not be renewed"
+        self._story.fenced(cause, failed_at=self._last_pass)
+        crew.done.frozen = True
+        crew.kill()
+        self._mailbox.wake()
 
     def _take_signal(self, number: signal.Signals) -> None:
         logger.info("received %s", number.name)
@@ -330,6 +337,7 @@ class Agent(ElasticAgent):
 
     def _tell(self) -> None:
         """The pass is finished: move the workers' deadline on, feed systemd's watchdog."""
+        self._notice_freeze([])
         self._last_pass = now = time.monotonic()
         self._guard.allow_for(self._allowance(now))
         self._notifier.alive()
