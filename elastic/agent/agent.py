@@ -194,15 +194,18 @@ class Agent(ElasticAgent):
         """The workers were not allowed to live any longer: the warden has killed them, or is about to.
 
         Looked at after workers were seen to end and before a pass counts as finished, so that a stop of this process
-        at any point of the loop is noticed before its victims are taken for failures.
+        at any point of the loop is noticed before its victims are taken for failures. The warden is replaced: one that
+        is in the middle of its sweep must not find what is started from now on.
         """
-        now = time.monotonic()
-        crew = self._crew
-        if crew.done.frozen or not (crew.workers.alive or ended) or now <= self._membership.fence(self._last_pass):
+        if not self._guard.is_overdue:
             return
-        frozen = now - self._last_pass
-        was_frozen = frozen > FENCE_SHARE * self._config.lease_ttl_seconds
-        cause = f"the agent did not run for {frozen:.1f} s" if was_frozen else "the lease could not be renewed"
+        silent = self._guard.silent_seconds
+        self._guard.restart()
+        crew = self._crew
+        if crew.done.killed or not (crew.workers.alive or ended):
+            return
+        was_frozen = silent > self._config.lease_ttl_seconds / 2  # a loop that runs passes several times in that
+        cause = f"the agent did not run for {silent:.1f} s" if was_frozen else "the lease could not be renewed"
         self._story.fenced(cause, failed_at=self._last_pass)
         crew.done.frozen = True
         crew.kill()
@@ -349,10 +352,9 @@ class Agent(ElasticAgent):
     def _allowance(self, now: float) -> float:
         """How long the warden is to let live what it finds: workers end with the lease.
 
-        Where there are none only the agent's own pulse counts: a warden that sweeps because an old lease has ended
-        would kill the workers of the next round as they start.
+        Where there are none any more only the agent's own pulse counts.
         """
-        if self._crew.workers.alive:
+        if self._crew.workers.alive and not self._crew.done.killed:
             return self._membership.fence(now) - now
         return FENCE_SHARE * self._config.lease_ttl_seconds
 

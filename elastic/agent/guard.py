@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 from elastic.agent.mailbox import Mailbox
@@ -23,19 +24,27 @@ class Guard:
         self._nonce = nonce
         self._keep_open = keep_open
         self._groups: list[int] = []
-        self._deadline = 0.0
+        self._deadline = math.inf  # CLOCK_BOOTTIME, like the next
+        self._fed_at = boottime()
         self._warden: Warden | None = None
 
     def start(self) -> None:
         self._warden = Warden(self._nonce, keep_open=self._keep_open)
         self._warden.groups(self._groups)
-        self._deadline = 0.0
+        self._deadline = math.inf
         self._mailbox.watch(self._warden.pidfd, KEY)
 
     def replace(self) -> None:
         """The warden has ended, though nobody told it to."""
-        if self._warden is not None:
+        if self._warden is not None and self._warden.is_gone:
             logger.warning("the warden (pid %d) is gone: starting another", self._warden.pid)
+            self.close()
+            self.start()
+
+    def restart(self) -> None:
+        """Put a fresh warden in the place of one whose deadline has passed: when this returns no sweep is under way."""
+        if self._warden is not None:
+            self._warden.kill()
         self.close()
         self.start()
 
@@ -46,10 +55,21 @@ class Guard:
 
     def allow_for(self, seconds: float) -> None:
         """The workers may live for so long without another word."""
-        deadline = boottime() + seconds
+        self._fed_at = boottime()
+        deadline = self._fed_at + seconds
         if abs(deadline - self._deadline) >= _SHORTEST_MOVE_SECONDS:  # a busy loop must not fill the pipe
             self._deadline = deadline
             self._say(lambda warden: warden.allow_until(deadline))
+
+    @property
+    def is_overdue(self) -> bool:
+        """The deadline that the warden knows has passed: what it found is dead, or will be at any moment."""
+        return boottime() >= self._deadline
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long ago the warden was last told anything by `allow_for`, suspended time included."""
+        return boottime() - self._fed_at
 
     @property
     def pids(self) -> frozenset[int]:

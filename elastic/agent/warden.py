@@ -49,6 +49,10 @@ class Warden:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_gone(self) -> bool:
+        return self._process.poll() is not None
+
     def allow_until(self, boottime: float) -> None:
         """The workers may live until this CLOCK_BOOTTIME."""
         self._send(f"deadline {boottime:.3f}")

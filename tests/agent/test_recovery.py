@@ -277,6 +277,20 @@ def test_a_frozen_agents_workers_are_gone_and_it_goes_on_after_the_thaw(tmp_path
         assert job.wait() == 143
 
 
+def test_a_freeze_at_any_moment_is_no_failure_and_no_late_sweep_hits_the_next_round(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", "import time; time.sleep(600)")
+    with running(tmp_path, *QUICK, "--max-restarts", "0", "script.py") as job:
+        for freeze in range(1, 5):
+            status = job.wait_status(lambda s, n=freeze: s["round"] == n and s["workers"])
+            workers = {worker["pid"] for worker in status["workers"]}
+            job.signal(signal.SIGSTOP)
+            wait_for(lambda gone=workers: not gone & job.processes(), seconds=10.0, what="all are killed")
+            job.signal(signal.SIGCONT)  # the warden is still looking whether anything is left
+        assert job.wait_status(lambda s: s["round"] == 5 and s["state"] == "running")["restarts"]["used"] == 0
+        assert "ended with -9" in job.output
+        assert "rank 0 killed" not in job.output
+
+
 def test_a_killed_warden_is_replaced(tmp_path: Path) -> None:
     def wardens(parent: int) -> list[int]:
         found = subprocess.run(
