@@ -290,7 +290,7 @@ class Agent(ElasticAgent):
         if formed is None:
             return
         self._joining = False
-        self._story.decided(formed.number)
+        self._story.decided(formed)
         logger.info(
             "round %d: %s; starting ranks %s of %d",
             formed.number,

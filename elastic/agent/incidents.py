@@ -26,6 +26,7 @@ class _Open:
     stopped_at: float = 0.0
     decided_at: float = 0.0
     round: int = 0
+    is_named: bool = False  # by the round that answered it
 
 
 class Incidents:
@@ -45,7 +46,7 @@ class Incidents:
 
     def name(self, cause: str) -> None:
         """The cause is known better now."""
-        if self._open:
+        if self._open and not self._open.is_named:
             self._open.cause = cause
 
     def stopped(self, now: float) -> None:
@@ -53,10 +54,16 @@ class Incidents:
         if self._open and not self._open.stopped_at:
             self._open.stopped_at = now
 
-    def decided(self, round_number: int, now: float) -> None:
-        """The next round is there and its workers are being started."""
+    def decided(self, round_number: int, now: float, cause: str) -> None:
+        """The next round is there and its workers are being started.
+
+        Its cause is the same on every node, and what a node saw itself may only have followed from it: a rank that
+        lost its peer fails in its collective. What goes wrong while an incident is open has followed from it as well.
+        """
         if self._open:
             self._open.decided_at, self._open.round = now, round_number
+            self._open.cause = self._open.cause if self._open.is_named else cause
+            self._open.is_named = True
 
     def observe(self, reports: Sequence[Progress]) -> Incident | None:
         """Close the incident once each local worker has applied a new step; returns it then."""

@@ -12,7 +12,7 @@ from elastic.agent.crew import Crew
 from elastic.agent.incidents import Incidents
 from elastic.errors import ExitCode
 from elastic.rendezvous.membership import Breakage, View
-from elastic.rendezvous.round import Phase
+from elastic.rendezvous.round import Phase, Round
 from elastic.status import FailureStatus, Incident
 
 logger = logging.getLogger(__name__)
@@ -54,8 +54,8 @@ class Story:
     def stopped(self) -> None:
         self._incidents.stopped(time.monotonic())
 
-    def decided(self, round_number: int) -> None:
-        self._incidents.decided(round_number, time.monotonic())
+    def decided(self, formed: Round) -> None:
+        self._incidents.decided(formed.number, time.monotonic(), formed.cause)
 
     def cannot_start(self, node_id: str, error: OSError) -> Breakage:
         """A worker could not even be started."""

@@ -27,8 +27,10 @@ from elastic.rendezvous.leader_view import (
     LeaderView,
     Seen,
     admissible,
+    doing,
     flaky_nodes,
     gone_cause,
+    has_left,
     late_seats,
     live,
     named,
@@ -87,13 +89,13 @@ def _while_running(view: LeaderView, current: Round) -> Write | Wait:
     if _all_done(view, current):
         return Write(round=advance(current, Phase.CLOSED, "all members are done", outcome="succeeded"))
     if unexpected := [member for member in gone if seat_of(member) not in view.finished]:
-        return Write(round=_broken(current, gone_cause(view, unexpected)))
+        return Write(round=_broken(current, gone_cause(view, current, unexpected)))
     members = [view.nodes[member.node_id].node for member in current.members if member not in gone]
     leaving = tuple(node.node_id for node in members if node.leaving)
     if leaving:
-        return Write(round=_draining(current, f"{named(leaving)} leaves", leaving))
+        return Write(round=_draining(current, doing(leaving, "leaves", "leave"), leaving))
     if stopped := [node.node_id for node in members if node.after >= current.number]:
-        return Write(round=_draining(current, f"{named(stopped)} has stopped"))
+        return Write(round=_draining(current, doing(stopped, "has stopped", "have stopped")))
     if gone or any(node.done >= current.number for node in members):
         return Wait(waiting=outside(view, current, "the job is about to end"))
     return _let_in(view, current)
@@ -115,7 +117,7 @@ def _let_in(view: LeaderView, current: Round) -> Write | Wait:
     if view.now < due:
         return Wait(until=due, waiting=waiting)
     names = [seen.node.node_id for seen, until in allowed if seen.ready_since is not None and until <= view.now]
-    return Write(round=_draining(current, f"{named(sorted(names)[:free])} joins"))
+    return Write(round=_draining(current, doing(sorted(names)[:free], "joins", "join")))
 
 
 # A round is over: it drains or is broken.
@@ -132,7 +134,8 @@ def _between(view: LeaderView, current: Round) -> Write | Wait:
     late_at = view.ended_at + view.rules.drain_grace_seconds + 2 * view.rules.ttl_seconds
     if not stopped and view.now < late_at:
         busy = [m.node_id for m in current.members if (seen := live(view, m)) and seen.node.after < current.number]
-        return Wait(until=late_at, waiting=outside(view, current, f"{named(busy)} has not stopped its workers yet"))
+        why = f"workers still run on {named(busy)}"
+        return Wait(until=late_at, waiting=outside(view, current, why))
     return _follow(view, current)
 
 
@@ -141,12 +144,10 @@ def _broken_drain(view: LeaderView, current: Round) -> Round | None:
     lost = [
         member
         for member in current.members
-        if not live(view, member)
-        and seat_of(member) not in view.stopped | view.finished
-        and member.node_id not in current.leaving
+        if not live(view, member) and seat_of(member) not in view.finished and not has_left(view, current, member)
     ]
     if lost:
-        return _broken(current, gone_cause(view, lost))
+        return _broken(current, gone_cause(view, current, lost))
     present = [seen.node for member in current.members if (seen := live(view, member))]
     if all(node.after >= current.number or node.done >= current.number for node in present):
         return _broken(current, f"{current.cause}; some members are done and some are not")
@@ -199,7 +200,7 @@ def _cause_of_next(view: LeaderView, current: Round) -> str:
     """A lost node explains what looked like the loss of a peer."""
     gone = [member for member in current.members if not live(view, member) and seat_of(member) not in view.finished]
     if gone and (current.phase is not Phase.BROKEN or current.consequence):
-        return gone_cause(view, gone)
+        return gone_cause(view, current, gone)
     return current.cause
 
 
@@ -231,7 +232,7 @@ def _first(view: LeaderView) -> Write | Wait:
         return Wait(until=due, waiting=outside(view, current, why))
     closed = current is not None and current.phase is Phase.CLOSED
     if current is not None and not closed and _is_known(view, candidates, current):
-        cause = gone_cause(view, current.members)
+        cause = gone_cause(view, current, current.members)
         following = _form(view, current, candidates, incarnation=current.incarnation, cause=cause)
         return Write(round=dataclasses.replace(following, failures=current.failures, flaky=current.flaky))
     return Write(round=_form(view, current, candidates, incarnation=view.new_incarnation, cause="started"))

@@ -101,11 +101,21 @@ def late_seats(view: LeaderView, current: Round | None) -> tuple[tuple[str, int]
     return tuple(seat for seat in late if (seen := view.nodes.get(seat[0])) and seen.node.join == seat[1])
 
 
-def gone_cause(view: LeaderView, gone: Sequence[Member]) -> str:
-    left = [member.node_id for member in gone if seat_of(member) in view.stopped]
-    lost = [member.node_id for member in gone if seat_of(member) not in view.stopped]
+def has_left(view: LeaderView, current: Round, member: Member) -> bool:
+    """Whether a member that is gone had said so: that it stopped, or, to a leader before this one, that it leaves."""
+    return seat_of(member) in view.stopped or member.node_id in current.leaving
+
+
+def gone_cause(view: LeaderView, current: Round, gone: Sequence[Member]) -> str:
+    left = [member.node_id for member in gone if has_left(view, current, member)]
+    lost = [member.node_id for member in gone if not has_left(view, current, member)]
     parts = [f"{named(lost)} lost"] if lost else []
     return ", ".join([*parts, f"{named(left)} left"] if left else parts)
+
+
+def doing(node_ids: Sequence[str], does: str, do: str) -> str:
+    """ "node a joins", "nodes a, b join"."""
+    return f"{named(node_ids)} {does if len(node_ids) == 1 else do}"
 
 
 def named(node_ids: Sequence[str]) -> str:
@@ -131,7 +141,7 @@ def flaky_nodes(view: LeaderView, current: Round, gone: Sequence[Member]) -> tup
     for member in current.members:
         let_in = view.let_in.get(seat_of(member))
         stayed = let_in is not None and view.ended_at - let_in >= view.rules.probation_window_seconds
-        if member in gone and seat_of(member) not in view.stopped and let_in is not None and not stayed:
+        if member in gone and not has_left(view, current, member) and let_in is not None and not stayed:
             losses[member.node_id] = losses.get(member.node_id, 0) + 1
         elif member not in gone and stayed:
             losses.pop(member.node_id, None)

@@ -85,7 +85,6 @@ class Round:
     store_host: str = ""  # node id of the store's host
     store_addr: str = ""
     store_port: int = 0
-    base_step: int = -1
     outcome: str = ""
     exit_code: int = 0  # of a job that has failed, where it is known
     charged: bool = False  # what broke it takes from the budget

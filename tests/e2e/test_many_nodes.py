@@ -247,8 +247,8 @@ def test_one_budget_for_the_job_and_each_start_under_its_id_begins_anew(
         before, status = status, nodes.wait_running(2, after=status["round"])
         no_later_than(began, SLACK)
         assert status["round"] == before["round"] + 1, "one failure costs one round"
-        assert status["restarts"]["used"] == used, "whichever node it was on"
-    nodes.wait(lambda s: s["restarts"]["used"] == 2)
+        told = nodes.wait(lambda s, used=used: s["restarts"]["used"] >= used)
+        assert {s["restarts"]["used"] for s in told} == {used}, "whichever node it was on"
     kill_a_worker(b)
     assert nodes.ends() == {"a": 1, "b": 1}, nodes.output
     for name in "ab":

@@ -179,6 +179,13 @@ def test_who_had_said_that_it_leaves_may_be_gone_before_the_others_have_drained(
     assert act(view(formed(phase=Phase.DRAINING, leaving=("b",)), seen("a"))) == ("wait", "28")
 
 
+def test_a_leader_that_left_is_neither_lost_nor_flaky_to_the_next_one() -> None:
+    drained = formed("abc", phase=Phase.DRAINING, leaving=("c",))
+    done = lead(view(drained, seen("a", after=4), seen("b", after=4), let_in={("c", 1): NOW - 1}))
+    assert isinstance(done, Write)
+    assert (done.round.number, done.round.cause, done.round.flaky) == (5, "node c left", ())
+
+
 def test_who_is_late_is_left_out_until_it_comes_anew() -> None:
     current = formed("abc", phase=Phase.BROKEN)
     nodes = [seen("a", after=4), seen("b", after=4), seen("c", after=3)]

@@ -22,7 +22,7 @@ def told(*, stopped: float = 102.0, decided: float = 103.0) -> Incidents:
     incidents = Incidents()
     incidents.begin(cause="c", applied_step=14, failed_at=100.0, now=101.0)
     incidents.stopped(stopped)
-    incidents.decided(7, decided)
+    incidents.decided(7, decided, "c")
     return incidents
 
 
@@ -49,7 +49,7 @@ def test_a_second_failure_before_the_recovery_belongs_to_the_same_incident() -> 
     incidents = told()
     incidents.begin(cause="again", applied_step=-1, failed_at=104.0, now=104.0)
     incidents.stopped(104.2)
-    incidents.decided(8, 104.5)
+    incidents.decided(8, 104.5, "d")
     incident = incidents.observe([FIRST, SLOWER])
     assert incident is not None
     assert (incident.cause, incident.round, incident.lost_steps) == ("c", 8, 4)
