@@ -59,7 +59,7 @@ def _on_etcd(config: JobConfig, first_number: int) -> Rendezvous:
     """etcd3 and what it needs are imported here, so that a job on one node does without them."""
     from elastic.rendezvous.connect import make_member
     from elastic.rendezvous.etcd_config import EtcdConfig, parse_endpoints
-    from elastic.rendezvous.identity import address_towards, own_identity
+    from elastic.rendezvous.identity import address_towards, own_address, own_identity
     from elastic.rendezvous.leader_view import Rules
     from elastic.rendezvous.participant import Settings
 
@@ -72,7 +72,7 @@ def _on_etcd(config: JobConfig, first_number: int) -> Rendezvous:
         user=config.etcd_user,
         password=os.environ.get(PASSWORD_VARIABLE),
     )
-    host = config.local_addr or address_towards(endpoints)
+    host = own_address(config.local_addr) if config.local_addr else address_towards(endpoints)
     digest = settings_digest(config)
     rules = Rules(
         limits=Limits(min_nodes=config.min_nodes, max_nodes=config.max_nodes),

@@ -55,9 +55,8 @@ def run_job(config: JobConfig) -> int:
         )
         socket_file = socket_path(instance.folder.parent, os.getpid())
         server = StatusServer(config.http_host, config.http_port, socket_file, agent.status, agent.is_healthy)
-        logger.info(
-            "job %s on %s: status at http://%s:%d/status", config.run_id, config.node_id, config.http_host, server.port
-        )
+        host = f"[{config.http_host}]" if ":" in config.http_host else config.http_host
+        logger.info("job %s on %s: status at http://%s:%d/status", config.run_id, config.node_id, host, server.port)
         with contextlib.closing(server):
             agent.run()
         return _report(agent)

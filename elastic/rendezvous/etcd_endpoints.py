@@ -121,7 +121,9 @@ class Endpoints:
     def _connect_any(self, deadline: float) -> Link:
         """The first endpoint that answers, each given its share of the time.
 
-        A refusal by one of them, such as a wrong certificate, is raised only if no other one lets us in.
+        A refusal by one of them, such as a wrong certificate, is raised only if no other one lets us in, and only
+        at the start: later it is a trouble of the servers', such as a name that is gone while they are started again,
+        which a running job waits out as it does any other.
         """
         failures: list[str] = []
         refusal: StoreRefusedError | None = None
@@ -134,6 +136,7 @@ class Endpoints:
                 self._check_cluster(link)
             except StoreRefusedError as exc:
                 refusal = exc
+                failures.append(str(exc))
             except StoreUnavailableError as exc:
                 failures.append(str(exc))
             else:
@@ -141,7 +144,7 @@ class Endpoints:
                 logger.debug("connected to etcd at %s", link.name)
                 return link
         self._position = (self._position + 1) % count
-        if refusal is not None:
+        if refusal is not None and self._cluster_id is None:
             raise refusal
         raise NotAppliedError(f"no endpoint of etcd answers: {'; '.join(failures)}")
 

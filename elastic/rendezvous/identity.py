@@ -14,6 +14,8 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from elastic.errors import UsageError
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
@@ -65,6 +67,20 @@ def judge(other: Identity, me: Identity, started: Callable[[int], int | None] = 
     if other.namespace != me.namespace:
         return Claim.UNSURE
     return Claim.ALIVE if started(other.pid) == other.started else Claim.GHOST
+
+
+def own_address(host: str) -> str:
+    """`host` again, which the user gives for this one. Raises: UsageError where nobody could listen there."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError as exc:
+        raise UsageError(
+            f"--local-addr {host} is no address of this host ({exc.strerror or exc}): give a name or address of an "
+            "interface that the other nodes reach, or leave it out"
+        ) from exc
+    return host
 
 
 def address_towards(endpoints: Sequence[tuple[str, int]]) -> str:

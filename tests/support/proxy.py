@@ -55,14 +55,15 @@ class _Pair:
 class Proxy:
     """`muted`: requests arrive, answers do not. `holding`: requests are kept until `release()`."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, listener: socket.socket | None = None) -> None:
+        """`listener`: where clients come to, if not to a free port of this host's."""
         self._target = ("127.0.0.1", port)
         self.muted = False
         self.holding = False
         self.answered_bytes = 0
         self._cut = False
         self._pairs: list[_Pair] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = listener or socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
