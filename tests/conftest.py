@@ -13,6 +13,18 @@ R = TypeVar("R", pytest.TestReport, pytest.CollectReport)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# Long tests first: what starts last decides when the second of two processes has nothing left to do.
+_LONGEST_FIRST = ("e2e", "demo", "agent", "training", "checkpoints", "rendezvous")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        folder = item.path.parent.name
+        return _LONGEST_FIRST.index(folder) if folder in _LONGEST_FIRST else len(_LONGEST_FIRST)
+
+    items.sort(key=place)  # stable: within a folder all stays as it was
+
+
 if os.environ.get("CI"):
     # A test that is skipped because the machine lacks something would make a green run say less than it seems to.
 

@@ -121,6 +121,13 @@ def test_a_script_ends_as_under_python(tmp_path: Path, body: str) -> None:
     assert err == expected_err
 
 
+def test_what_a_script_leaves_open_is_written(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", "kept = open('result', 'w')\nkept.write('precious')\nraise SystemExit(0)")
+    code, _, err = run(tmp_path, "script", "script.py")
+    assert code == 0, err
+    assert (tmp_path / "result").read_text() == "precious"
+
+
 def test_a_missing_script_or_module_is_an_error_that_names_it(tmp_path: Path) -> None:
     for kind, name in (("script", "nowhere.py"), ("module", "nowhere")):
         code, _, err = run(tmp_path, kind, name)

@@ -4,62 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from elastic.agent.guard import Guard
 from elastic.agent.mailbox import Mailbox, Readable
+from tests.agent.quick import QUICK
 from tests.support.job import marked, run_to_end, running, wait_for, write
-
-TRAINER = str(Path(__file__).parents[1] / "support" / "trainer_script.py")
-QUICK = ("--http", "127.0.0.1:0", "--lease-ttl", "2", "--shutdown-timeout", "1")
-
-
-def test_what_a_script_leaves_open_is_written(tmp_path: Path) -> None:
-    write(tmp_path, "script.py", "kept = open('result', 'w')\nkept.write('precious')\nraise SystemExit(0)")
-    code, output = run_to_end(tmp_path, *QUICK, "script.py")
-    assert code == 0, output
-    assert (tmp_path / "result").read_text() == "precious"
-
-
-@pytest.mark.parametrize(
-    "text", ["", '{"mess', "null", '{"message": {"message": " ", "extraInfo": null}}', "[" * 50_000]
-)
-def test_a_damaged_error_file_is_no_obstacle_to_the_next_round(tmp_path: Path, text: str) -> None:
-    write(tmp_path, "damage", text)
-    write(
-        tmp_path,
-        "script.py",
-        "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
-        "    open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write(open('damage').read())\n    os._exit(3)",
-    )
-    code, output = run_to_end(tmp_path, *QUICK, "script.py")
-    assert code == 0, output
-    assert "exited with 3" in output or "rank 0 exited" in output
-
-
-@pytest.mark.parametrize("damage", ["os.truncate(path, 0)", "os.unlink(path)", "os.truncate(path, 100)"])
-def test_a_worker_may_do_anything_to_its_block(tmp_path: Path, damage: str) -> None:
-    write(tmp_path, "script.py", f"import os, time\npath = os.environ['ELASTICD_PROGRESS']\n{damage}\ntime.sleep(1)")
-    with running(tmp_path, *QUICK, "script.py") as job:
-        assert job.wait() == 0, job.output
-
-
-def test_a_worker_with_an_unknown_outcome_is_judged_by_its_exit_code(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        "script.py",
-        "import os\nfrom pathlib import Path\nfrom elastic.progress import ProgressWriter\n"
-        "ProgressWriter(Path(os.environ['ELASTICD_PROGRESS'])).update(outcome=9, phase=77)",
-    )
-    assert run_to_end(tmp_path, *QUICK, "script.py")[0] == 0
 
 
 def test_a_process_of_a_worker_does_not_speak_for_it(tmp_path: Path) -> None:
@@ -101,26 +55,6 @@ def test_a_child_with_an_environment_and_session_of_its_own_does_not_outlive_the
     finally:
         for pid in marked(tmp_path.name):
             os.kill(pid, signal.SIGKILL)
-
-
-def warden_of(agent: int) -> int:
-    found = subprocess.run(["pgrep", "-P", str(agent), "-f", "warden.py"], capture_output=True, text=True, check=False)
-    return int(found.stdout.split()[0])
-
-
-def test_what_agent_and_warden_killed_at_once_leave_is_gone_before_the_next_agent_trains(tmp_path: Path) -> None:
-    args = (*QUICK, "--nproc-per-node", "2", TRAINER, "100000", "0.02", "state")
-    with running(tmp_path, *args) as job:
-        job.wait_step(3)
-        warden = warden_of(job.process.pid)
-        os.kill(warden, signal.SIGSTOP)
-        job.signal(signal.SIGKILL)
-        os.kill(warden, signal.SIGKILL)
-        with running(tmp_path, *args) as again:
-            again.wait_step(3)
-            assert not job.processes()
-            again.signal(signal.SIGTERM)
-            assert again.wait() == 143, again.output
 
 
 def test_a_warden_that_does_not_listen_is_replaced() -> None:
@@ -176,38 +110,3 @@ def test_closed_standard_streams_do_not_matter(tmp_path: Path) -> None:
     environ = {**os.environ, "RUNTIME_DIRECTORY": str(tmp_path / "run")}
     assert subprocess.run(["sh", "-c", command], env=environ, cwd=tmp_path, timeout=60, check=False).returncode == 0
     assert (tmp_path / "ran").exists()
-
-
-def test_hup_without_a_log_folder_leaves_training_alone(tmp_path: Path) -> None:
-    with running(tmp_path, *QUICK, "--log-dir", "logs", "-r", "3", TRAINER, "100000", "0.02", "state") as job:
-        job.wait_step(3)
-        shutil.rmtree(tmp_path / "logs")
-        job.signal(signal.SIGHUP)
-        step = job.wait_status(lambda s: s["workers"])["workers"][0]["step"]
-        status = job.wait_step(step + 20)
-        assert status["round"] == 1, job.output
-        job.signal(signal.SIGTERM)
-        assert job.wait() == 143, job.output
-
-
-def test_one_directory_by_two_paths_and_runtime_directories_is_still_one(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    (tmp_path / "elsewhere").mkdir()
-    with running(tmp_path, *QUICK, "--checkpoint-dir", "real", TRAINER, "100000", "0.02", "state") as job:
-        job.wait_step(3)
-        link = str(tmp_path / "link")
-        code, output = run_to_end(tmp_path / "elsewhere", *QUICK, "--checkpoint-dir", link, TRAINER, "9", "0.01", "s")
-        assert code == 2, output
-        assert re.search(rf"in use by the agent with pid {job.process.pid}\b", output)
-        job.signal(signal.SIGTERM)
-        assert job.wait() == 143, job.output
-
-
-def test_a_script_without_a_session_that_is_stopped_is_not_called_saved(tmp_path: Path) -> None:
-    write(tmp_path, "script.py", "import time; open('up', 'w'); time.sleep(60)")
-    with running(tmp_path, *QUICK, "script.py") as job:
-        wait_for((tmp_path / "up").exists)
-        job.signal(signal.SIGTERM)
-        assert job.wait(15) == 143, job.output
-        assert "only they know what they have saved" in job.output

@@ -23,6 +23,7 @@ from checkpoints.manager import CheckpointManager
 from tests.checkpoints.support import FaultyStorage, cut_state
 
 TIMEOUT_SECONDS = 2.0
+NO_HANG_SECONDS = 15.0  # less than what would be waited without the deadline, more than what a slow machine takes
 
 
 def serve(connection: Connection) -> None:
@@ -71,7 +72,7 @@ class Pair:
 
     def _block(self) -> None:
         self.blocked.set()
-        self.let.wait(20)
+        self.let.wait(60)
 
     def _open(self, server: Server, directory: Path, rank: int) -> CheckpointManager:
         return CheckpointManager(
@@ -107,7 +108,7 @@ def test_server_that_dies_in_a_commit_ends_it_at_once_on_every_rank(server: Serv
     server.process.kill()
     pair.let.set()
     first, second = pair.results()
-    assert time.monotonic() - started < 2 * TIMEOUT_SECONDS + 2
+    assert time.monotonic() - started < NO_HANG_SECONDS
     assert first is not None
     assert second is not None
     assert first.state == "failed"
@@ -122,7 +123,7 @@ def test_frozen_server_obeys_no_timeout_but_the_deadline_holds(server: Server, t
     os.kill(server.pid, signal.SIGSTOP)
     pair.let.set()
     first, second = pair.results()
-    assert time.monotonic() - started < 2 * TIMEOUT_SECONDS + 3
+    assert time.monotonic() - started < NO_HANG_SECONDS
     assert first is not None
     assert second is not None
     assert first.state == "failed"
@@ -139,7 +140,7 @@ def test_rank_that_hangs_in_its_file_system_does_not_hang_the_others(server: Ser
     pair = Pair(server, tmp_path)
     started = pair.save_blocked(1)
     first = pair.managers[0].wait()
-    assert time.monotonic() - started < TIMEOUT_SECONDS + 1
+    assert time.monotonic() - started < NO_HANG_SECONDS
     assert first is not None
     assert first.state == "failed"
     assert "rank/1 did not come" in str(first.error)
@@ -163,7 +164,7 @@ def test_restore_that_a_rank_does_not_join_raises_by_its_deadline(server: Server
     started = time.monotonic()
     with pytest.raises(CoordinationError, match="offer/1 did not come"):
         pair.managers[0].restore()
-    assert time.monotonic() - started < TIMEOUT_SECONDS + 1
+    assert time.monotonic() - started < NO_HANG_SECONDS
     pair.close()
 
 
@@ -177,11 +178,10 @@ def test_training_may_use_the_store_while_a_commit_waits(server: Server, tmp_pat
     pair = Pair(server, tmp_path)
     pair.save_blocked(1)
     client = server.client()
-    started = time.monotonic()
     for number in range(50):
         client.set(f"training/{number}", "x")
         client.get(f"training/{number}")
-    assert time.monotonic() - started < 1
+    assert pair.managers[0].busy, "none of this has waited for the commit to end"
     pair.let.set()
     assert [result and result.state for result in pair.results()] == ["committed", "committed"]
     pair.close()

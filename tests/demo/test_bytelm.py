@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from elastic.demo.bytelm import main
 from elastic.demo.ledger import audit, planned_steps, read_ledger
 from elastic.demo.outcome import last_loss, read_losses
 from elastic.errors import UsageError
+from tests.support.plain import be_launched
 from tests.support.ranks import run_ranks
 
 SMALL = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--lr", "3e-3")
@@ -82,18 +82,15 @@ def test_a_bad_value_is_one_clear_line_and_exit_2() -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.timeout(200)
+def _main_launched(rank: int, world_size: int, store: object, flags: tuple[str, ...]) -> int:
+    be_launched(rank, world_size, store)
+    return main(flags)
+
+
 def test_under_a_launcher_its_ranks_share_the_ledger(tmp_path: Path) -> None:
     flags = ("--steps", "3", "--samples", "10", "--global-batch", "4", "--ledger", f"{tmp_path}/ledger")
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = subprocess.run(
-        [*launcher, "-m", "elastic.demo.bytelm", *SMALL, *flags, "--digest", f"{tmp_path}/digest"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr
+    files = ("--digest", f"{tmp_path}/digest")
+    assert run_ranks(2, _main_launched, (*SMALL, *flags, *files), timeout_seconds=100) == [0, 0]
     ledger = read_ledger((tmp_path / "ledger").read_text())
     found = audit(ledger.entries, planned_steps(samples=10, global_batch=4, micro_batch=4, seed=0, steps=3))
     assert found.is_right, found

@@ -26,8 +26,8 @@ def script(tmp_path: Path) -> Path:
 def test_under_the_agent_it_saves_drains_and_goes_on(tmp_path: Path, script: Path) -> None:
     slow = script.read_text().replace("optimizer.zero_grad()", "optimizer.zero_grad(); __import__('time').sleep(0.01)")
     script.write_text(slow)
-    agent = ("--http", "127.0.0.1:0", "--nproc-per-node", "2", "--checkpoint-dir", "ckpt", "--checkpoint-every", "20")
-    with running(tmp_path, *agent, str(script)) as job:
+    agent = ("--http", "127.0.0.1:0", "--checkpoint-dir", "ckpt", "--checkpoint-every", "20")
+    with running(tmp_path, *agent, "--nproc-per-node", "2", str(script)) as job:
         job.wait_status(lambda s: (s["checkpoint"]["disk_step"] or 0) >= 20)
         job.signal(signal.SIGTERM)
         assert job.wait() == 143, job.output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -12,31 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic.errors import StoreRefusedError, StoreUnavailableError, UsageError
-from elastic.rendezvous.etcd_config import EtcdConfig, parse_endpoints
+from elastic.errors import StoreUnavailableError
 from elastic.rendezvous.etcd_store import EtcdStore, open_store
 from elastic.rendezvous.lease import LeaseKeeper
-from elastic.rendezvous.store import Compare, Event, Outcome, Put
-from tests.support.etcd import Certificates, EtcdCluster, etcd_cluster, eventually, free_ports
+from elastic.rendezvous.store import Compare, Outcome, Put
+from tests.rendezvous.gateway import KEY, NONCE, Listener, put, value
+from tests.support.etcd import EtcdCluster, etcd_cluster, eventually, free_ports
 from tests.support.proxy import Proxy
-
-ROOT = Path(__file__).resolve().parents[2]
-KEY = "/elasticd/job/round"
-NONCE = "/elasticd/job/nonces/a"
-
-
-class Listener:
-    """A watch of KEY with what it told: values, and `gap`."""
-
-    def __init__(self, store: EtcdStore, after_revision: int) -> None:
-        self.told: list[str | None] = []
-        store.watch(KEY, after_revision=after_revision, on_events=self._on_events, on_gap=self._on_gap)
-
-    def _on_events(self, events: list[Event]) -> None:
-        self.told += [event.entry.value if event.entry else None for event in events]
-
-    def _on_gap(self) -> None:
-        self.told.append("gap")
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +44,6 @@ def stores(cluster: EtcdCluster) -> Iterator[tuple[EtcdStore, EtcdStore]]:
     other.close()
 
 
-def put(store: EtcdStore, value: str) -> int:
-    outcome, revision = store.write([], [Put(KEY, value)], nonce_key="/elasticd/job/nonces/other")
-    assert outcome is Outcome.APPLIED
-    return revision
-
-
-def value(store: EtcdStore) -> str | None:
-    entry = store.read(KEY).get(KEY)
-    return entry.value if entry else None
-
-
 def test_a_server_that_was_killed_and_restarted_on_its_data_goes_on(
     cluster: EtcdCluster, stores: tuple[EtcdStore, EtcdStore]
 ) -> None:
@@ -86,7 +56,7 @@ def test_a_server_that_was_killed_and_restarted_on_its_data_goes_on(
     with pytest.raises(StoreUnavailableError, match=str(cluster.members[0].port)):
         ours.read(KEY)
     assert ours.write([], [Put(KEY, "lost")]) == (Outcome.UNKNOWN, 0)
-    assert time.monotonic() - begin < 2 * 1.5 + 0.5
+    assert time.monotonic() - begin < 2 * 1.5 + 3.0
     cluster.restart()
     assert value(other) == "2"
     put(other, "3")
@@ -319,7 +289,7 @@ def test_a_dead_first_endpoint_costs_a_read_and_a_write_nothing(cluster: EtcdClu
         begin = time.monotonic()
         assert store.write([], [Put(KEY, "1")])[0] is Outcome.APPLIED  # not UNKNOWN, also without a nonce
         assert value(store) == "1"
-        assert time.monotonic() - begin < 0.5
+        assert time.monotonic() - begin < 2.0  # a timeout is 3 s
         store.close()
 
 
@@ -331,91 +301,6 @@ def test_endpoints_of_two_clusters_are_told_apart(tmp_path: Path) -> None:
         with pytest.raises(StoreUnavailableError, match="belongs to another cluster"):
             store.read(KEY)
         store.close()
-
-
-def refused(config: EtcdConfig, key: str = KEY) -> str:
-    store = open_store(config)
-    begin = time.monotonic()
-    with pytest.raises(StoreRefusedError) as caught:
-        store.read(key)
-    with pytest.raises(StoreRefusedError):
-        store.write([], [Put(key, "")], nonce_key=NONCE)
-    assert time.monotonic() - begin < 2
-    store.close()
-    assert "secret" not in str(caught.value) + repr(config)
-    return str(caught.value)
-
-
-@pytest.fixture
-def own_cluster(tmp_path: Path) -> Iterator[EtcdCluster]:
-    with etcd_cluster(tmp_path / "etcd") as cluster:
-        yield cluster
-
-
-def test_password_and_permission(own_cluster: EtcdCluster) -> None:
-    cluster = own_cluster
-    put(store := open_store(cluster.config()), "1")
-    store.close()
-    assert "no authentication" in refused(cluster.config(user="trainer", password="secret"))
-    cluster.enable_auth(("trainer", "secret", "/elasticd/job/"))
-    store = open_store(cluster.config(user="trainer", password="secret"))
-    listener = Listener(store, put(store, "2"))
-    assert "ELASTICD_ETCD_PASSWORD" in refused(cluster.config(user="trainer", password="wrong secret"))
-    assert "--etcd-user" in refused(cluster.config())
-    denied = refused(cluster.config(user="trainer", password="secret"), "/elasticd/of-others/round")
-    assert "denies permission" in denied
-    assert "'trainer'" in denied
-    cluster.revoke_tokens()
-    put(store, "3")
-    eventually(lambda: listener.told == ["3"])
-    store.close()
-
-
-def test_tls_with_an_authority_of_ones_own(tmp_path: Path) -> None:
-    for name in ("ours", "theirs"):
-        (tmp_path / name).mkdir()
-    ours, theirs = Certificates(tmp_path / "ours"), Certificates(tmp_path / "theirs")
-    cert, key = map(str, ours.client)
-    with etcd_cluster(tmp_path / "etcd", certificates=ours, client_certificates=True) as cluster:
-        store = open_store(cluster.config(cert=cert, key=key))
-        put(store, "1")
-        assert value(store) == "1"
-        store.close()
-        assert "--etcd-ca" in refused(cluster.config(ca=str(theirs.ca), cert=cert, key=key))
-        cert, key = map(str, theirs.client)
-        assert "--etcd-cert" in refused(cluster.config(cert=cert, key=key))
-        assert "cannot be read" in refused(cluster.config(ca=str(tmp_path / "none.pem")))
-        plain = open_store(cluster.config(ca=None, timeout_seconds=1))
-        with pytest.raises(StoreUnavailableError):
-            plain.read(KEY)
-        plain.close()
-
-
-def test_a_host_without_an_address_is_named() -> None:
-    message = refused(EtcdConfig(endpoints=(("no-such-host.invalid", 2379),), timeout_seconds=3))
-    assert "no-such-host.invalid" in message
-    assert "--rdzv-endpoint" in message
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"endpoints": ()}, "--rdzv-endpoint"),
-        ({"cert": "a"}, "need each other"),
-        ({"cert": "a", "key": "b"}, "--etcd-ca"),
-        ({"user": "a"}, "ELASTICD_ETCD_PASSWORD"),
-        ({"timeout_seconds": 0}, "more than 0"),
-    ],
-)
-def test_settings_that_cannot_be_meant_are_named(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        EtcdConfig(**{"endpoints": (("h", 1),), **settings})  # type: ignore[arg-type]  # that is the point
-
-
-def test_endpoints_are_read_from_a_comma_list() -> None:
-    assert parse_endpoints("h1:2379,h2, [::1]:99") == (("h1", 2379), ("h2", 2379), ("::1", 99))
-    with pytest.raises(UsageError, match="https://h"):
-        parse_endpoints("https://h:1")
 
 
 def test_closing_gives_threads_and_descriptors_back(cluster: EtcdCluster) -> None:
@@ -453,35 +338,3 @@ def test_the_connection_is_not_inherited_by_children(cluster: EtcdCluster, store
     )
     assert "pipe:" in shown.stdout
     assert "socket:" not in shown.stdout
-
-
-def run_clean(code: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
-    environ.pop("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", None)
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environ, cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-
-
-@pytest.mark.parametrize("before", ["", "os.environ['PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION'] = 'upb'"])
-def test_loading_etcd3_leaves_the_environment_as_it_was(before: str) -> None:
-    code = f"import os\n{before}\nb = dict(os.environ)\nimport elastic.rendezvous.etcd\nassert b == dict(os.environ)\n"
-    # What a worker would inherit is the process's environment, not Python's copy of it.
-    done = run_clean(
-        code + "import sys; sys.stdout.flush(); os.system('printenv PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION')"
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == ("upb" if before else "")
-
-
-def test_protobuf_loaded_before_in_another_implementation_is_explained() -> None:
-    done = run_clean("import google.protobuf.descriptor\nimport elastic.rendezvous.etcd")
-    assert done.returncode != 0
-    assert "UsageError" in done.stderr
-    assert "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python" in done.stderr
-
-
-def test_the_store_alone_does_not_load_etcd3() -> None:
-    code = "import sys, elastic.rendezvous.etcd_store, elastic.rendezvous.lease\n"
-    done = run_clean(code + "print([m for m in ('etcd3', 'grpc', 'google.protobuf', 'torch') if m in sys.modules])")
-    assert done.stdout.strip() == "[]", done.stderr

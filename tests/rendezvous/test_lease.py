@@ -127,7 +127,7 @@ def test_a_machine_that_slept_through_its_lease_finds_it_lost_at_the_first_step(
 def test_its_thread_renews_and_is_gone_after_close() -> None:
     server = FakeServer(at_once=True)
     store = FakeStore(server)
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     renewed, lost = threading.Event(), threading.Event()
     lease = store.grant(2)
     clock = time.monotonic
@@ -139,4 +139,4 @@ def test_its_thread_renews_and_is_gone_after_close() -> None:
     assert lost.wait(5)
     keeper.close()
     keeper.close()
-    eventually(lambda: threading.active_count() == threads)
+    eventually(lambda: not set(threading.enumerate()) - before)

@@ -89,7 +89,7 @@ class Job:
             return parsed
         return None
 
-    def wait_status(self, condition: Callable[[dict[str, Any]], object], *, seconds: float = 30.0) -> dict[str, Any]:
+    def wait_status(self, condition: Callable[[dict[str, Any]], object], *, seconds: float = 60.0) -> dict[str, Any]:
         """The first status for which the condition holds."""
 
         def look() -> dict[str, Any] | None:

@@ -19,7 +19,10 @@ import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "torch._dynamo", "pytest", "checkpoints.manager"]
+    [
+        *("torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "torch._dynamo", "pytest"),
+        *("checkpoints.manager", "checkpoints.catalog", "elastic.training.trainer"),
+    ]
 )
 
 KILLED = "killed"

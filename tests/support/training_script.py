@@ -11,6 +11,7 @@ While there is a file `slow`, micro-steps take long, so that the training does n
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -19,23 +20,29 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from elastic.demo.records import LineFile, ledger_record, parameter_digest, write_digest
-from elastic.training.trainer import AppliedStep, Task, Trainer, TrainerConfig
-
 FOLDER = Path(sys.argv[1])
 FAULTS = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
 RANK, ROUND = int(os.environ["RANK"]), os.environ["ELASTICD_ROUND"]
 FAULT = FAULTS.get(ROUND, "") if RANK == 1 else ""
+if FAULT == "import":
+    raise ImportError("broken at import")
+
+gc.disable()  # a fifth of the long imports is the search for garbage among what they make
+import torch
+import torch._dynamo  # what DDP and optimizers import when first used
+from torch import nn
+
+from elastic.demo.records import LineFile, ledger_record, parameter_digest, write_digest
+from elastic.demo.slow_storage import SlowStorage
+from elastic.training.session import session
+from elastic.training.trainer import AppliedStep, Task, Trainer, TrainerConfig
+
+gc.enable()
 SAMPLES, GLOBAL, MICRO, SEED = 67, 8, 2, 5
 STEPS = int(os.environ.get("TEST_STEPS", "30"))
 SLOW_SECONDS = float(os.environ.get("TEST_STEP_SECONDS", "0.01"))
 SLOWER_SECONDS = 0.2
-
-if FAULT == "import":
-    raise ImportError("broken at import")
+SAVE_SECONDS = float(os.environ.get("TEST_SAVE_SECONDS", "0"))  # that each shard takes longer
 
 
 class Items:
@@ -118,7 +125,9 @@ def main() -> None:
         device="cpu",
     )
     job = Job()
-    result = Trainer(job, config).run()
+    directory = session().checkpoint_dir
+    storage: Any = SlowStorage(directory, SAVE_SECONDS) if SAVE_SECONDS and directory else None
+    result = Trainer(job, config, storage=storage).run()
     if not result.drained and RANK == 0 and job.network is not None:
         write_digest(FOLDER / "digest", step=result.step, digest=parameter_digest(job.network))
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import multiprocessing
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import nn
 from elastic.training.environment import WorkerEnvironment
 from elastic.training.session import Session
 from elastic.training.trainer import AppliedStep, Task, Trainer, TrainerConfig
+from tests.support.plain import be_launched
 from tests.support.ranks import run_ranks
 
 VOCABULARY = 11
@@ -128,15 +127,7 @@ class Ran:
 
 def make_session(rank: int, world_size: int, store: Any, **overrides: Any) -> Session:
     """The session of one rank of `run_ranks`, as under torchrun; `overrides` are fields of its environment."""
-    # Loader workers are children, which multiprocessing refuses to its daemons.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(store.port),
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
+    be_launched(rank, world_size, store)
     environment = WorkerEnvironment(
         rank=rank,
         local_rank=rank,

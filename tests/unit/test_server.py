@@ -188,7 +188,7 @@ def test_silent_clients_do_not_keep_others_waiting(server: StatusServer) -> None
         connection.sendall(b"GET /sta" if number % 2 else b"")
     began = time.monotonic()
     assert ask(server, "/healthz")[0] == 200
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < server_module._EXCHANGE_SECONDS
     for connection in silent:
         connection.close()
 
@@ -244,5 +244,5 @@ def test_closing_does_not_wait_for_silent_clients(job: Job) -> None:
         silent.sendall(b"G")
         began = time.monotonic()
         made.close()
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < server_module._EXCHANGE_SECONDS
     wait_for(no_server_threads, seconds=10.0, what="the server's threads are gone")

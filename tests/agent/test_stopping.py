@@ -1,0 +1,105 @@
+"""Agents that are asked to save, to leave or to reopen their logs."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+from tests.agent.quick import FOREVER, PAIR
+from tests.support.job import running, wait_for, write
+
+
+def test_usr1_saves_and_term_drains_at_a_step_boundary_and_the_next_start_goes_on_from_there(tmp_path: Path) -> None:
+    with running(tmp_path, *PAIR, *FOREVER) as job:
+        job.wait_step(5)
+        job.signal(signal.SIGUSR1)
+        saved = job.wait_status(lambda s: (s["checkpoint"]["disk_step"] or 0) >= 5)["checkpoint"]["disk_step"]
+        job.wait_step(saved + 5)
+        job.signal(signal.SIGTERM)
+        assert job.wait() == 143, job.output
+    stopped_at = int((tmp_path / "state").read_text())
+    assert stopped_at >= saved + 5
+    with running(tmp_path, *PAIR, "--usr1", "drain", *FOREVER) as job:
+        assert job.wait_step(stopped_at + 1)["base_step"] == stopped_at
+        job.signal(signal.SIGUSR1)  # it can mean a drain, too
+        assert job.wait() == 143, job.output
+    assert int((tmp_path / "state").read_text()) > stopped_at
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_drain_that_could_not_save_is_exit_5(tmp_path: Path) -> None:
+    with running(tmp_path, *PAIR, *FOREVER, "drain-unsaved") as job:
+        job.wait_step(5)
+        job.signal(signal.SIGTERM)
+        assert job.wait() == 5, job.output
+
+
+def test_workers_that_outstay_the_drain_grace_are_killed_and_the_loss_is_exit_5(tmp_path: Path) -> None:
+    with running(tmp_path, *PAIR, "--drain-grace", "1", *FOREVER, "deaf") as job:
+        job.wait_step(5)
+        job.signal(signal.SIGTERM)
+        job.wait_status(lambda s: s["state"] == "draining")
+        assert job.wait(15) == 5, job.output
+
+
+def test_an_interrupt_drains_and_a_second_one_stops_at_once(tmp_path: Path) -> None:
+    with running(tmp_path, *PAIR, *FOREVER, "deaf") as job:
+        job.wait_step(5)
+        job.signal(signal.SIGINT)
+        job.wait_status(lambda s: s["state"] == "draining")
+        job.signal(signal.SIGINT)
+        assert job.wait(10) == 5, job.output
+
+
+def test_a_script_without_a_session_gets_sigterm_not_the_drain_grace_and_is_not_called_saved(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", "import os, time; open('up-' + os.environ['RANK'], 'w'); time.sleep(600)")
+    with running(tmp_path, *PAIR, "script.py") as job:
+        wait_for(lambda: len(list(tmp_path.glob("up-*"))) == 2)
+        job.signal(signal.SIGTERM)
+        assert job.wait(15) == 143, job.output
+        assert "only they know what they have saved" in job.output
+
+
+def test_quit_writes_every_workers_stacks_into_its_log_and_stops(tmp_path: Path) -> None:
+    with running(tmp_path, *PAIR, "--log-dir", "logs", "-r", "3", *FOREVER) as job:
+        job.wait_step(5)
+        job.signal(signal.SIGQUIT)
+        assert job.wait(15) == 5, job.output
+    logs = [path.read_text() for path in tmp_path.glob("logs/*/attempt_0/*/stderr.log")]
+    assert len(logs) == 2
+    assert all("most recent call first" in log and "trainer_script.py" in log for log in logs)
+
+
+TICKING = """
+import os, time
+while True:
+    print("tick", flush=True)
+    with open("ticks-" + os.environ["RANK"], "a") as file:
+        file.write(".")
+    time.sleep(0.02)
+"""
+
+
+def test_hup_reopens_the_logs_after_a_rotation_and_is_harmless_when_their_folder_is_gone(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", TICKING)
+
+    def logs() -> list[Path]:
+        return [log for log in tmp_path.glob("logs/*/attempt_0/*/stdout.log") if log.stat().st_size]
+
+    def ticks() -> int:
+        return min((tmp_path / f"ticks-{rank}").stat().st_size for rank in (0, 1))
+
+    with running(tmp_path, *PAIR, "--log-dir", "logs", "-r", "3", "script.py") as job:
+        wait_for(lambda: len(logs()) == 2)
+        for log in logs():
+            log.rename(log.with_suffix(".1"))
+        job.signal(signal.SIGHUP)
+        wait_for(lambda: len(logs()) == 2, what="new log files are written")
+        shutil.rmtree(tmp_path / "logs")
+        job.signal(signal.SIGHUP)
+        before = ticks()
+        wait_for(lambda: ticks() >= before + 50, what="the workers go on")
+        assert job.wait_status(lambda s: s["workers"])["round"] == 1, job.output
+        job.signal(signal.SIGTERM)
+        assert job.wait() == 143, job.output
