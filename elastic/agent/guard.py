@@ -11,7 +11,7 @@ from elastic.agent.warden import Warden, boottime
 logger = logging.getLogger(__name__)
 
 KEY = "warden"
-_SHORTEST_MOVE_SECONDS = 0.05
+GRAIN_SECONDS = 0.05  # by so much the warden's deadline may lag behind what it was allowed
 
 
 class Guard:
@@ -39,6 +39,11 @@ class Guard:
         self.close()
         self.start()
 
+    def after_a_sweep(self) -> None:
+        """It may still be looking for victims, and would take what is started next for one: another one takes over."""
+        self.close()
+        self.start()
+
     def cover(self, groups: list[int]) -> None:
         """These process groups are the live workers now."""
         self._groups = groups
@@ -47,7 +52,7 @@ class Guard:
     def allow_for(self, seconds: float) -> None:
         """The workers may live for so long without another word."""
         deadline = boottime() + seconds
-        if abs(deadline - self._deadline) >= _SHORTEST_MOVE_SECONDS:  # a busy loop must not fill the pipe
+        if abs(deadline - self._deadline) >= GRAIN_SECONDS:  # a busy loop must not fill the pipe
             self._deadline = deadline
             self._say(lambda warden: warden.allow_until(deadline))
 
