@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .errors import UnsupportedStateError as UnsupportedStateError
     from .manager import CheckpointManager as CheckpointManager
     from .manager import Staged as Staged
+    from .memory import MemoryTier as MemoryTier
     from .restore import Restored as Restored
     from .storage import Storage as Storage
     from .storage import open_storage as open_storage
@@ -30,6 +31,7 @@ _HOMES = {
     "CheckpointMismatchError": "errors",
     "CommitResult": "background",
     "FingerprintError": "errors",
+    "MemoryTier": "memory",
     "Nested": "tree",
     "NoUsableCheckpointError": "errors",
     "Restored": "restore",

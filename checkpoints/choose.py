@@ -1,5 +1,8 @@
 """Pure: what each rank sees -> the one state that all restore. Who lacks it is sent it (`copies.py`).
 
+A *home* is the ranks that see the same: of the disk tier those that share a directory, of the memory tier those of one
+node. It is named by the lowest of its ranks.
+
 A *line of descent*: every state carries its round and the step that round started from (`base_step`). A state of
 round r at step s is void if a later round started from below s: that round's history does not contain it. Fencing
 cannot give this (a paused machine resumes just before its rename); order is therefore (round, step), never the step
@@ -10,34 +13,69 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+Tier = Literal["disk", "memory"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A committed state as one rank sees it. The same `commit` means the same state, also in another directory."""
+    """A whole state as one rank sees it. The same `commit` means the same state, also in another directory."""
 
     name: str
     commit: str
     round: int
     base_step: int
     step: int
+    tier: Tier = "disk"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What one rank sees in its directory: sound manifests, unsound ones as (path, reason), and rounds.json."""
+    """What one rank sees: whole states, unsound checkpoints as (name, reason), and the rounds on record.
+
+    `node` is the same for ranks that see the same shared memory, and empty for a rank that has none.
+    """
 
     candidates: tuple[Candidate, ...]
     unsound: tuple[tuple[str, str], ...]
     rounds: tuple[tuple[int, int], ...]
+    node: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Homes:
+    """The home of each rank in either tier, and the homes that keep no copy of what they are sent."""
+
+    disk: tuple[int, ...]
+    memory: tuple[int, ...] = ()
+    keepless: frozenset[tuple[Tier, int]] = frozenset()
+
+    def of(self, tier: Tier) -> tuple[int, ...]:
+        return self.disk if tier == "disk" else self.memory
+
+
+def find_homes(offers: Sequence[Offer], disk: Sequence[int], *, writable: bool) -> Homes:
+    """`disk` gives each rank's home there; unless `writable` none of those keeps a copy."""
+    first: dict[str, int] = {}
+    memory = tuple(first.setdefault(o.node, rank) if o.node else rank for rank, o in enumerate(offers))
+    keepless: set[tuple[Tier, int]] = {("memory", rank) for rank, o in enumerate(offers) if not o.node}
+    if not writable:
+        keepless |= {("disk", home) for home in disk}
+    return Homes(disk=tuple(disk), memory=memory, keepless=frozenset(keepless))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The state to try, or None; and those passed over, newest first, each with its reason."""
+    """The state to try, or None; and those passed over, newest first, each with its reason.
+
+    `refuse`: nothing is good and a checkpoint on disk is among what is not, so that a fresh start would lose it. What
+    memory alone held is gone as it would be without the tier.
+    """
 
     chosen: Candidate | None
     skipped: tuple[tuple[str, str], ...]
+    refuse: bool = False
 
 
 def voiding_round(round_: int, step: int, rounds: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
@@ -49,23 +87,25 @@ def void_reason(by: tuple[int, int]) -> str:
     return f"void: round {by[0]} started from step {by[1]}, below it"
 
 
-def choose(offers: Sequence[Offer], struck: Mapping[str, str], homes: Sequence[int]) -> Choice:
-    """The newest state of the line that some home has whole and that is not struck.
+def choose(offers: Sequence[Offer], struck: Mapping[str, str], homes: Homes) -> Choice:
+    """The newest state of the line that some home has whole and that is not struck; memory before disk.
 
-    `homes` gives the home of each rank: ranks of one home see the same directory. `struck` maps a commit to its reason.
+    `struck` maps a commit to its reason.
     """
     evidence = known_rounds(offers)
     everything = {c.commit: c for offer in reversed(offers) for c in offer.candidates}
     skipped: list[tuple[str, str]] = sorted({entry for offer in offers for entry in offer.unsound}, reverse=True)
     damaged = {name for name, _ in skipped}  # of what round they were is not known: go by the step
-    ordered = sorted(everything.values(), key=lambda c: (c.round, c.step, c.commit), reverse=True)
+    ordered = sorted(everything.values(), key=lambda c: (c.round, c.step, c.tier == "memory", c.commit), reverse=True)
     for candidate in ordered:
-        reason = _objection(candidate, evidence, struck) or _blindness(candidate.commit, offers, homes)
+        blind = _blindness(candidate.commit, offers, homes.of(candidate.tier))
+        reason = _objection(candidate, evidence, struck) or blind
         if reason is None:
             newer = [entry for entry in skipped if entry[0] not in damaged or entry[0] > candidate.name]
             return Choice(chosen=candidate, skipped=tuple(newer))
         skipped.append((candidate.name, reason))
-    return Choice(chosen=None, skipped=tuple(skipped))
+    on_disk = bool(damaged) or any(candidate.tier == "disk" for candidate in ordered)
+    return Choice(chosen=None, skipped=tuple(skipped), refuse=on_disk)
 
 
 def known_rounds(offers: Iterable[Offer]) -> set[tuple[int, int]]:

@@ -202,3 +202,15 @@ def depart(exchange: Exchange, scope: str, keys: Sequence[str], *, rank: int, wo
     if world_size > 1:
         exchange.get([gone], min(deadline, time.monotonic() + _DEPART_SECONDS))
     exchange.drop([*keys, count, gone], deadline)
+
+
+def open_exchange(store: Store | None, rank: int, world_size: int, deadline: float) -> Exchange:
+    """The board of this manager. Managers on one store are told apart by the order in which each rank makes them."""
+    if store is None or world_size == 1:
+        return LocalExchange()
+    counter = StoreExchange(store, "checkpoints/")
+    try:
+        number = counter.count(f"managers/{rank}", deadline)
+    finally:
+        counter.close()
+    return StoreExchange(store, f"checkpoints/{number}/")

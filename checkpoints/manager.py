@@ -1,7 +1,7 @@
-"""CheckpointManager: save, wait, restore, close.
+"""CheckpointManager: save, keep, wait, restore, close.
 
-`save` copies this rank's share and returns; the background thread writes, commits and applies retention. All methods
-are called from one thread, by every rank in the same order.
+`save` copies this rank's share and returns; the background thread writes, commits and applies retention. `keep` copies
+it into the node's memory alone. All methods are called from one thread, by every rank in the same order.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import time
 from collections.abc import Callable
 
 from .background import Background, CommitResult, Policy
+from .check import check_arguments
 from .commit import Job, Line
 from .enter import enter
 from .errors import CheckpointError, CoordinationError, UnsupportedStateError
-from .exchange import Exchange, LocalExchange, Store, StoreExchange
+from .exchange import Store, open_exchange
+from .memory import Kept, MemoryTier
 from .peers import Surroundings
 from .publish import sweep
 from .restore import Request, Restore, Restored
 from .rounds import record_rounds
+from .slot import FREE, Mark
 from .snapshot import Snapshot, Snapshotter, stored_bytes
-from .storage import Storage, open_storage
+from .storage import LocalStorage, Storage, open_storage
 from .transfer import own_address
 from .tree import Nested
 
@@ -45,7 +48,8 @@ class CheckpointManager:
     """The checkpoints of one run in one directory. The constructor is collective, like `save` and `restore`.
 
     Args:
-        directory: a path or an fsspec URL; shared by all ranks, or one per node.
+        directory: a path or an fsspec URL; shared by all ranks, or one per node. None: nothing is saved, memory alone
+            is kept.
         store: needed when `world_size` > 1. It is cloned; keys of ours are under "checkpoints/".
         round: a number that grows whenever the ranks are started anew; None takes 1 + the highest in the directory.
         fence: seconds until this node may be considered lost by its peers; nothing is published without time left.
@@ -54,6 +58,7 @@ class CheckpointManager:
         commit_timeout_seconds: how long a commit, and each wait for the other ranks, may take.
         storage: another implementation of the file operations.
         on_result: called after each commit, on the background thread of every rank.
+        memory: this rank's part of the node's memory, for `keep`; closed with the manager.
 
     Raises:
         StaleRoundError: the directory holds a later round, or this one of another incarnation.
@@ -61,7 +66,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | None,
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -75,12 +80,19 @@ class CheckpointManager:
         commit_timeout_seconds: float = 600.0,
         storage: Storage | None = None,
         on_result: Callable[[CommitResult], None] | None = None,
+        memory: MemoryTier | None = None,
     ) -> None:
-        _check_arguments(rank, world_size, store, keep_last, keep_every, commit_timeout_seconds)
-        default, path = open_storage(directory)
-        self._storage = storage if storage is not None else default
+        check_arguments(rank, world_size, store, keep_last, keep_every, commit_timeout_seconds)
+        self._memory, self._saves_to_disk = memory, directory is not None
+        if directory is not None:
+            default, path = open_storage(directory)
+        elif memory is not None:  # its rounds are on record there, for as long as what they are about
+            default, path = LocalStorage(), str(memory.folder)
+        else:
+            raise CheckpointError("directory is None and memory as well; give one of them, or both")
+        self._storage = storage if storage is not None and directory is not None else default
         self._timeout, self._store = commit_timeout_seconds, store
-        self._exchange = _open_exchange(store, rank, world_size, self._deadline())
+        self._exchange = open_exchange(store, rank, world_size, self._deadline())
         line = Line(
             run_id=run_id,
             incarnation=incarnation,
@@ -150,8 +162,37 @@ class CheckpointManager:
             self._record_round(base_step)
         self._expect(restored.state if restored is not None else like)
         self._line = dataclasses.replace(self._line, base_step=base_step)
-        logger.info("round %d rank %d starts from step %d", self._line.round, self._line.rank, base_step)
+        if self._memory is not None:
+            own = restored is not None and restored.path == str(self._memory.folder)
+            age = (restored.round, restored.step) if restored is not None else FREE
+            self._memory.restored(age, restored.files if restored is not None and own else ())
+        source = "" if restored is None else f" in {'memory' if restored.tier == 'memory' else restored.path}"
+        logger.info("round %d rank %d starts from step %d%s", self._line.round, self._line.rank, base_step, source)
         return restored
+
+    def keep(self, step: int, state: Nested, *, samples: int = 0, fingerprint: str = "") -> Staged | None:
+        """Copy this rank's share of `state` into the node's memory; None when it is off or has no room (see the log).
+
+        Speaks with nobody. The ranks call it after the same steps, once they have agreed on the step after a `settle`:
+        see `memory.py` for what that gives.
+
+        Raises:
+            UnsupportedStateError: a leaf cannot be stored.
+            CheckpointError: `restore` was not called: what an earlier round has kept would be written over.
+        """
+        self._check_save(step)
+        if self._memory is not None and not self._restores:
+            raise CheckpointError("keep() before restore() would write over what memory holds; call restore() first")
+        started = time.monotonic()
+        kept = self._keep(step, state, samples, fingerprint)
+        if kept is None:
+            return None
+        return Staged(step=step, bytes=kept.bytes, stall_seconds=time.monotonic() - started)
+
+    def settle(self) -> None:
+        """Wait until what `keep` and `save` put into memory is sealed. Called before the ranks agree on a step."""
+        if self._memory is not None:
+            self._memory.settle()
 
     def save(self, step: int, state: Nested, *, samples: int = 0, fingerprint: str = "") -> Staged:
         """Copy this rank's share of `state` and commit it in the background. Collective.
@@ -162,10 +203,9 @@ class CheckpointManager:
             UnsupportedStateError: a leaf cannot be stored; the other ranks' commit fails with this reason.
             CheckpointError: the directory held checkpoints before, and `restore` was not called. On every rank.
         """
-        if self._closed:
-            raise CheckpointError("this CheckpointManager is closed; make a new one to save")
-        if step < 0:
-            raise CheckpointError(f"step is {step}; it must not be negative")
+        self._check_save(step)
+        if not self._saves_to_disk:
+            raise CheckpointError("this CheckpointManager has no directory to save to; use keep(), or give it one")
         if self._past is not None and not self._restores:
             raise CheckpointError(
                 f"{self._line.directory} holds {self._past} and restore() was not called: training that starts anew "
@@ -173,16 +213,16 @@ class CheckpointManager:
             )
         self._background.wait(self._timeout + _CLOSE_GRACE_SECONDS)
         started = time.monotonic()
-        snapshot, refusal = self._stage(state)
+        snapshot, data, refusal = self._stage(step, state, samples, fingerprint)
         stall_seconds = time.monotonic() - started
-        size = snapshot.plan.layout.size_bytes if snapshot is not None else 0
+        size = len(data)
         job = Job(
             number=self._saves,
             step=step,
             samples=samples,
             fingerprint=fingerprint,
             snapshot=snapshot,
-            data=self._snapshotter.buffer.view(size) if snapshot is not None else memoryview(b""),
+            data=data,
             refusal=str(refusal),
             groups=self._background.groups(self._line.world_size),
             started=started,
@@ -202,24 +242,64 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for the commit in flight (bounded), end the threads and free the staging buffer."""
         self._closed = True
+        if self._memory is not None:
+            self._memory.settle()
         if not self._background.close(self._timeout + _CLOSE_GRACE_SECONDS):
             logger.error("a commit is stuck in the file system or the store; its thread and buffer are left behind")
             return
         self._exchange.close()
         self._snapshotter.close()
+        if self._memory is not None:
+            self._memory.close()
 
-    def _stage(self, state: Nested) -> tuple[Snapshot | None, Exception | None]:
-        """The snapshot, or why there is none: also a rank that cannot stage takes part in the commit, to say so."""
-        groups = self._background.groups(self._line.world_size)
-        members = groups.members(self._line.rank)
+    def _check_save(self, step: int) -> None:
+        if self._closed:
+            raise CheckpointError("this CheckpointManager is closed; make a new one to save")
+        if step < 0:
+            raise CheckpointError(f"step is {step}; it must not be negative")
+
+    def _keep(self, step: int, state: Nested, samples: int, fingerprint: str) -> Kept | None:
+        line = self._line
+        if self._memory is None:
+            return None
+        mark = Mark(
+            run_id=line.run_id,
+            incarnation=line.incarnation,
+            round=line.round,
+            base_step=line.base_step,
+            step=step,
+            samples=samples,
+            fingerprint=fingerprint,
+            world_size=line.world_size,
+            nonce=line.nonce,
+            unix_time=time.time(),
+        )
+        return self._memory.keep(state, mark, reading=self.busy)
+
+    def _stage(
+        self, step: int, state: Nested, samples: int, fingerprint: str
+    ) -> tuple[Snapshot | None, memoryview, Exception | None]:
+        """The snapshot and its bytes, or why there is none: a rank that cannot stage takes part in the commit all the
+        same, to say so.
+
+        The commit reads the copy in memory where that is the same share; on a file system that several nodes share it
+        is not, and there are two copies.
+        """
+        members = self._background.groups(self._line.world_size).members(self._line.rank)
         try:
             if self.busy:
                 raise CheckpointError("the commit before it is stuck beyond its deadline")
-            writer = members.index(self._line.rank)
-            return self._snapshotter.take(state, writer=writer, writers=len(members)), None
+            writer, writers = members.index(self._line.rank), len(members)
+            kept = self._keep(step, state, samples, fingerprint) if self._restores else None
+            if kept is not None and self._memory is not None:
+                lent = self._memory.lend(kept, writer=writer, writers=writers)
+                if lent is not None:
+                    return kept.snapshot, lent, None
+            snapshot = self._snapshotter.take(state, writer=writer, writers=writers)
+            return snapshot, self._snapshotter.buffer.view(snapshot.plan.layout.size_bytes), None
         except (CheckpointError, OSError, MemoryError) as exc:
             logger.error("rank %d cannot stage a checkpoint: %s", self._line.rank, exc)
-            return None, exc
+            return None, memoryview(b""), exc
 
     def _find_groups(self) -> None:
         try:
@@ -234,7 +314,9 @@ class CheckpointManager:
         world_size, known = self._line.world_size, self._background.groups_known
         apart = self._storage.renames and not known  # an object store is shared by nature
         homes = tuple(range(world_size)) if apart else self._background.groups(world_size).leaders
-        return Surroundings(homes=homes, writable=known, address=functools.partial(own_address, self._store))
+        return Surroundings(
+            homes=homes, writable=known, address=functools.partial(own_address, self._store), memory=self._memory
+        )
 
     def _sweep(self) -> None:
         line = self._line
@@ -244,9 +326,14 @@ class CheckpointManager:
             logger.warning("what dead commits left in %s stays: %s", line.directory, exc)
 
     def _expect(self, state: Nested | None) -> None:
-        """The state that will be saved is about this large: let the staging buffer be warm by then."""
-        groups = self._background.groups(self._line.world_size)
-        self._snapshotter.expect(stored_bytes(state), len(groups.members(self._line.rank)))
+        """The state that will be kept and saved is about this large: let the buffers be warm by then."""
+        members = self._background.groups(self._line.world_size).members(self._line.rank)
+        size, share = stored_bytes(state), (members.index(self._line.rank), len(members))
+        lend = self._saves_to_disk and self._memory is not None and self._memory.is_share(*share)
+        if self._memory is not None:
+            self._memory.expect(size, lend=lend)
+        if self._saves_to_disk and not lend:
+            self._snapshotter.expect(size, len(members))
 
     @property
     def _is_leader(self) -> bool:
@@ -261,39 +348,3 @@ class CheckpointManager:
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout
-
-
-def _check_arguments(
-    rank: int,
-    world_size: int,
-    store: Store | None,
-    keep_last: int,
-    keep_every: int | None,
-    commit_timeout_seconds: float,
-) -> None:
-    if not 0 <= rank < world_size:
-        raise CheckpointError(f"rank is {rank} and world_size {world_size}; rank must be from 0 to world_size - 1")
-    if world_size > 1 and store is None:
-        raise CheckpointError(
-            f"world_size is {world_size}; several ranks need store=, a torch.distributed store they share"
-        )
-    if keep_last < 1:
-        raise CheckpointError(
-            f"keep_last is {keep_last}; at least the newest checkpoint is kept, so it must be 1 or more"
-        )
-    if keep_every is not None and keep_every < 1:
-        raise CheckpointError(f"keep_every is {keep_every}; it must be 1 or more, or None")
-    if commit_timeout_seconds <= 0:
-        raise CheckpointError(f"commit_timeout_seconds is {commit_timeout_seconds}; it must be positive")
-
-
-def _open_exchange(store: Store | None, rank: int, world_size: int, deadline: float) -> Exchange:
-    """The board of this manager. Managers on one store are told apart by the order in which each rank makes them."""
-    if store is None or world_size == 1:
-        return LocalExchange()
-    counter = StoreExchange(store, "checkpoints/")
-    try:
-        number = counter.count(f"managers/{rank}", deadline)
-    finally:
-        counter.close()
-    return StoreExchange(store, f"checkpoints/{number}/")

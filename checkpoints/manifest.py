@@ -32,7 +32,7 @@ _WRITING = re.compile(r"\.writing-step-(\d{12,})-r(\d+)-\w+", re.ASCII)
 _VOID = re.compile(r"\.void-step-(\d{12,})-\S+", re.ASCII)
 _FILE = re.compile(r"\w[\w.-]*", re.ASCII)
 _RANGES = tuple[tuple[int, int, int], ...]  # of the pieces of a tensor: file, begin, end
-_CHECKSUM = "xxh3_128:"
+CHECKSUM = "xxh3_128:"
 
 # dtype -> (itemsize, dtype in the safetensors header, its size). complex128 is written as pairs, odd float8 kinds as
 # bytes.
@@ -124,7 +124,7 @@ class Manifest:
 
 
 def checksum(data: bytes | memoryview) -> str:
-    return _CHECKSUM + xxhash.xxh3_128_hexdigest(data)
+    return CHECKSUM + xxhash.xxh3_128_hexdigest(data)
 
 
 class Hasher:
@@ -135,7 +135,7 @@ class Hasher:
         self.update = self._state.update
 
     def result(self) -> str:
-        return _CHECKSUM + self._state.hexdigest()
+        return CHECKSUM + self._state.hexdigest()
 
 
 def dump(manifest: Manifest) -> bytes:

@@ -1,20 +1,27 @@
-"""What one rank sees in its directory, told to rank 0."""
+"""What one rank sees in its directory and in its node's memory, told to rank 0."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from . import manifest as manifests
-from .choose import Candidate, Offer
+from .choose import Candidate, Offer, Tier
 from .errors import CorruptCheckpointError
-from .manifest import Manifest, parse_step
+from .held import Held, Opener, held_in, opened
+from .manifest import Manifest, parse_step, step_name
+from .memory import node_of
 from .rounds import read_rounds
-from .storage import Storage
+from .slot import Mark
+from .storage import LocalStorage, Storage
 
 
-def offer(storage: Storage, directory: str) -> tuple[Offer, dict[str, tuple[str, Manifest]]]:
-    """What this rank sees, and the sound ones by commit: (path, manifest)."""
-    candidates, unsound, sound = [], [], {}
+def offer(storage: Storage, directory: str) -> tuple[Offer, dict[str, Opener]]:
+    """What lies in the directory, and the sound ones by commit."""
+    candidates, unsound = [], []
+    sound: dict[str, Opener] = {}
     for name in storage.names(directory):
         step = parse_step(name)
         if step is None:
@@ -27,24 +34,36 @@ def offer(storage: Storage, directory: str) -> tuple[Offer, dict[str, tuple[str,
         except CorruptCheckpointError as exc:
             unsound.append((name, str(exc)))
             continue
-        sound[manifest.commit] = (path, manifest)
-        candidates.append(
-            Candidate(
-                name=name,
-                commit=manifest.commit,
-                round=manifest.round,
-                base_step=manifest.base_step,
-                step=step,
-            )
-        )
+        sound[manifest.commit] = opened(Held(files=storage, path=path, manifest=manifest))
+        candidates.append(_candidate(name, manifest.commit, "disk", manifest))
     rounds = read_rounds(storage, directory)
     return Offer(candidates=tuple(candidates), unsound=tuple(unsound), rounds=rounds), sound
+
+
+def with_memory(seen: Offer, folder: Path, run_id: str) -> tuple[Offer, dict[str, Opener]]:
+    """The offer together with what the node's memory holds, and that by commit."""
+    held = held_in(folder, run_id)
+    more = tuple(_candidate(f"{step_name(h.mark.step)} in memory", h.commit, "memory", h.mark) for h in held)
+    rounds = {*seen.rounds, *read_rounds(LocalStorage(), str(folder))}
+    whole = dataclasses.replace(
+        seen, candidates=(*seen.candidates, *more), rounds=tuple(sorted(rounds)), node=node_of(folder)
+    )
+    return whole, {h.commit: h.open for h in held}
 
 
 def parse_offer(entry: dict[str, Any]) -> Offer:
     """The inverse of dataclasses.asdict and JSON."""
     return Offer(
         candidates=tuple(Candidate(**candidate) for candidate in entry["candidates"]),
-        unsound=tuple((name, reason) for name, reason in entry["unsound"]),
-        rounds=tuple((round_, base) for round_, base in entry["rounds"]),
+        unsound=_pairs(entry["unsound"]),
+        rounds=_pairs(entry["rounds"]),
+        node=entry["node"],
     )
+
+
+def _pairs(items: Iterable[Any]) -> tuple[tuple[Any, Any], ...]:
+    return tuple((first, second) for first, second in items)
+
+
+def _candidate(name: str, commit: str, tier: Tier, of: Manifest | Mark) -> Candidate:
+    return Candidate(name=name, commit=commit, round=of.round, base_step=of.base_step, step=of.step, tier=tier)

@@ -10,18 +10,21 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from . import manifest as manifests
+from .choose import Tier
 from .commit import Line
 from .copies import Plan
 from .errors import CorruptCheckpointError
 from .exchange import Exchange
+from .held import Held, Opener, opened
 from .manifest import Manifest, step_name
-from .receive import Inbox, read_manifest, receive
+from .memory import MemoryTier
+from .receive import Inbox, read_manifest, receive, receive_aside
 from .rounds import record_rounds
-from .storage import Readable, Storage
+from .storage import LocalStorage, Readable, Storage
 from .transfer import Address, Peer, Sender
 
 logger = logging.getLogger(__name__)
@@ -37,24 +40,56 @@ class Surroundings:
     """Where a rank stands among the others.
 
     Attributes:
-        homes: of each rank; ranks of one home see the same directory.
+        homes: of each rank on disk; ranks of one home see the same directory.
         writable: it is known who shares a directory, and that it can be written to.
         address: at which the others reach this machine.
+        memory: the node's, where it has one.
     """
 
     homes: tuple[int, ...]
     writable: bool
     address: Callable[[], str]
+    memory: MemoryTier | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What rank 0 proposes: the commit and who sends it to whom; `rounds` is all that is known of them."""
+    """What rank 0 proposes: the commit and who sends it to whom; `rounds` is all that is known of them.
+
+    `homes` gives each rank's in the tier of the commit.
+    """
 
     commit: str
     step: int
+    tier: Tier
+    homes: tuple[int, ...]
     plan: Plan
     rounds: tuple[tuple[int, int], ...]
+
+    def as_json(self, skipped: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        """What rank 0 tells under try/<i>."""
+        plan = {"senders": sorted(self.plan.senders.items()), "direct": sorted(self.plan.direct)}
+        return {**nothing_to_try(skipped), **dataclasses.asdict(self), "plan": plan}
+
+
+def nothing_to_try(skipped: Sequence[tuple[str, str]], error: str | None = None, kind: str = "") -> dict[str, Any]:
+    """What rank 0 tells under try/<i> when there is no candidate; with an error, that ends it."""
+    return {"commit": None, "step": 0, "skipped": skipped, "error": error, "kind": kind}
+
+
+def parse_trial(told: dict[str, Any]) -> Trial | None:
+    """The inverse of `as_json`; None when there is no candidate."""
+    if told["commit"] is None:
+        return None
+    plan = told["plan"]
+    return Trial(
+        commit=told["commit"],
+        step=told["step"],
+        tier=told["tier"],
+        homes=tuple(told["homes"]),
+        plan=Plan(senders=dict(plan["senders"]), direct=frozenset(plan["direct"])),
+        rounds=tuple((round_, base) for round_, base in told["rounds"]),
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +110,6 @@ class Peers:
     ) -> None:
         self._line, self._storage, self._exchange, self._around = line, storage, exchange, around
         self._scope, self._deadline = scope, deadline
-        self._home = around.homes[line.rank]
 
     def keys(self, attempt: int, plan: Plan) -> list[str]:
         """All that the ranks put on the exchange in an attempt."""
@@ -85,39 +119,42 @@ class Peers:
         ]
 
     @contextlib.contextmanager
-    def serving(self, attempt: int, trial: Trial, sound: Mapping[str, tuple[str, Manifest]]) -> Iterator[None]:
+    def serving(self, attempt: int, trial: Trial, sound: Mapping[str, Opener]) -> Iterator[None]:
         """Send the candidate to whoever needs it while the block lasts, if this rank is to."""
         if self._line.rank not in trial.plan.senders.values():
             yield
             return
         with contextlib.ExitStack() as stack:
             try:
-                path, manifest = sound[trial.commit]
+                held = sound[trial.commit]()
                 host = self._around.address()
-                sender = Sender(self._storage, path, manifest, host=host, deadline=self._deadline)
+                sender = Sender(held.files, held.path, held.manifest, host=host, deadline=self._deadline)
                 stack.callback(sender.close)
                 where: dict[str, Any] = dataclasses.asdict(sender.address)
-            except OSError as exc:
-                where = {"error": f"rank {self._line.rank} cannot listen for receivers: {exc}"}
+            except (OSError, CorruptCheckpointError) as exc:
+                where = {"error": f"rank {self._line.rank} cannot send it: {exc}"}
             self._exchange.put(self._key("serve", attempt, self._line.rank), where, self._deadline)
             yield
 
-    def locate(self, attempt: int, trial: Trial, sound: dict[str, tuple[str, Manifest]]) -> Source:
+    def locate(self, attempt: int, trial: Trial, sound: dict[str, Opener]) -> Source:
         """Where to read the candidate, once this rank's home has it if it lacked it.
 
         Raises:
             SenderFailedError: it did not come.
             CorruptCheckpointError: it came, and is not there.
         """
-        sender = trial.plan.senders.get(self._home)
+        home = trial.homes[self._line.rank]
+        sender = trial.plan.senders.get(home)
         if sender is None:
-            path, manifest = sound[trial.commit]
-            return Source(files=self._storage, path=path, manifest=manifest, direct=False)
-        if self._home not in trial.plan.direct and self._take_in(attempt, trial, sender):
+            return _source(sound[trial.commit]())
+        if home not in trial.plan.direct and self._take_in(attempt, trial, sender):
+            files: Storage = self._storage
             path = self._storage.join(self._line.directory, step_name(trial.step))
-            manifest = manifests.read(self._storage, path)
-            sound[trial.commit] = (path, manifest)
-            return Source(files=self._storage, path=path, manifest=manifest, direct=False)
+            if trial.tier == "memory":
+                files, path = LocalStorage(), self._inbox(attempt)
+            held = Held(files=files, path=path, manifest=manifests.read(files, path))
+            sound[trial.commit] = opened(held)
+            return _source(held)
         with self._blaming(sender):
             peer = self._reach(attempt, sender)
             manifest = read_manifest(peer, trial.commit)
@@ -125,8 +162,9 @@ class Peers:
 
     def _take_in(self, attempt: int, trial: Trial, sender: int) -> bool:
         """Whether the home has a copy now. If not it cannot keep one, and each rank is to read from the sender."""
-        key = self._key("received", attempt, self._home)
-        if self._line.rank == self._home:
+        home = trial.homes[self._line.rank]
+        key = self._key("received", attempt, home)
+        if self._line.rank == home:
             kept, error = False, None
             try:
                 self._receive(attempt, trial, sender)
@@ -143,11 +181,21 @@ class Peers:
 
     def _receive(self, attempt: int, trial: Trial, sender: int) -> None:
         line = self._line
+        if trial.tier == "memory":
+            with self._blaming(sender):
+                receive_aside(self._reach(attempt, sender), trial.commit, LocalStorage(), self._inbox(attempt))
+            return
         record_rounds(self._storage, line.directory, trial.rounds)
         nonce = f"{line.nonce}{self._scope.replace('/', '')}t{attempt}"
         inbox = Inbox(directory=line.directory, round=line.round, nonce=nonce)
         with self._blaming(sender):
             receive(self._reach(attempt, sender), trial.commit, self._storage, inbox)
+
+    def _inbox(self, attempt: int) -> str:
+        """Where the node's first rank puts what comes for its memory; it goes when the restore is over."""
+        if self._around.memory is None:
+            raise CorruptCheckpointError(f"rank {self._line.rank} has no memory to keep it in")
+        return self._around.memory.inbox(f"{self._line.nonce}{self._scope.replace('/', '')}t{attempt}")
 
     def _reach(self, attempt: int, sender: int) -> Peer:
         (where,) = self._exchange.get([self._key("serve", attempt, sender)], self._deadline)
@@ -165,3 +213,7 @@ class Peers:
 
     def _key(self, name: str, attempt: int, rank: int) -> str:
         return f"{self._scope}/{name}/{attempt}/{rank}"
+
+
+def _source(held: Held) -> Source:
+    return Source(files=held.files, path=held.path, manifest=held.manifest, direct=False)

@@ -1,4 +1,5 @@
-"""Take in a peer's checkpoint as a committed one of this directory, by the way every commit goes."""
+"""Take in a peer's checkpoint: as a committed one of this directory, by the way every commit goes, or set aside for the
+length of one restore."""
 
 from __future__ import annotations
 
@@ -77,6 +78,14 @@ def receive(peer: Readable, commit: str, storage: Storage, inbox: Inbox) -> str:
     seconds = time.monotonic() - started
     logger.info("%s came from a peer: %d bytes, %.0f MB/s", path, manifest.bytes, manifest.bytes / 1e6 / seconds)
     return path
+
+
+def receive_aside(peer: Readable, commit: str, storage: Storage, path: str) -> None:
+    """Bring `commit` from `peer` to `path`, which nobody takes for a checkpoint. Raises as `receive` does."""
+    manifest = read_manifest(peer, commit)
+    storage.make_directory(path)
+    _write_files(peer, manifest, storage, path)
+    storage.write(storage.join(path, MANIFEST), manifests.dump(manifest))
 
 
 def _write_files(peer: Readable, manifest: Manifest, storage: Storage, working: str) -> None:

@@ -15,12 +15,12 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from .choose import Choice, Offer, choose, known_rounds
+from .choose import Choice, Offer, Tier, choose, find_homes, known_rounds
 from .commit import Line
-from .copies import Copies, Plan, Report
+from .copies import Copies, Report
 from .errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -31,10 +31,11 @@ from .errors import (
     UnsupportedStateError,
 )
 from .exchange import Exchange, depart
+from .held import Opener
 from .load import compare, load
 from .manifest import Manifest
-from .offer import offer, parse_offer
-from .peers import Peers, SenderFailedError, Surroundings, Trial
+from .offer import offer, parse_offer, with_memory
+from .peers import Peers, SenderFailedError, Surroundings, Trial, nothing_to_try, parse_trial
 from .rounds import frontier
 from .storage import Storage
 from .tree import Nested
@@ -50,7 +51,10 @@ _KINDS: dict[str, type[CheckpointError]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """A verified state in fresh CPU tensors; `skipped` lists the newer checkpoints passed over, with reasons."""
+    """A verified state in fresh CPU tensors; `skipped` lists the newer ones passed over, with reasons.
+
+    `tier`: what it was restored from, in `files`. From memory: it is not on disk, and goes when the node does.
+    """
 
     step: int
     round: int
@@ -59,6 +63,8 @@ class Restored:
     state: Nested
     path: str
     skipped: tuple[tuple[str, str], ...]
+    tier: Tier = "disk"
+    files: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +95,8 @@ class Restore:
         self._peers = Peers(line, storage, exchange, around, scope=scope, deadline=deadline)
         self._keys: list[str] = []
         self._offers: list[Offer] = []  # this and what follows is rank 0's
-        self._copies = Copies([], around.homes, writable=around.writable)
+        self._homes = find_homes([], around.homes, writable=around.writable)
+        self._copies = Copies([], self._homes)
         self._struck: dict[str, str] = {}
         self._reported: set[str] = set()
 
@@ -99,56 +106,68 @@ class Restore:
         Raises:
             CheckpointError: the same one on every rank.
         """
-        try:
-            mine, sound = offer(self._storage, self._line.directory)
-            problem = None
-        except OSError as exc:
-            mine, sound, problem = Offer(candidates=(), unsound=(), rounds=()), {}, str(exc)
+        mine, sound, problem = self._look()
         offers = self._gather("offer", {"offer": dataclasses.asdict(mine), "error": problem})
         refusal = self._open(offers)
         for attempt in itertools.count():
-            trial = self._tell(f"try/{attempt}", lambda: refusal or self._choose())
-            restored, verdict = self._attempt(attempt, trial, sound, decided)
+            told = self._tell(f"try/{attempt}", lambda: refusal or self._choose())
+            restored, verdict = self._attempt(attempt, told, sound, decided)
             if verdict["go"]:
                 break
             restored = None  # the next attempt needs its room
         self._depart()
+        if self._around.memory is not None:
+            self._around.memory.clear_inbox()
         if verdict["error"] is not None:
             raise _KINDS.get(verdict["kind"], CheckpointError)(verdict["error"])
         return restored
+
+    def _look(self) -> tuple[Offer, dict[str, Opener], str | None]:
+        """What this rank sees, and what keeps it from looking. Memory that cannot be read is as if it held nothing."""
+        try:
+            mine, sound = offer(self._storage, self._line.directory)
+        except OSError as exc:
+            return Offer(candidates=(), unsound=(), rounds=()), {}, str(exc)
+        if self._around.memory is not None and self._around.memory.problem is None:
+            try:
+                mine, held = with_memory(mine, self._around.memory.folder, self._line.run_id)
+                sound |= held
+            except OSError as exc:
+                logger.warning("rank %d cannot read what memory holds: %s", self._line.rank, exc)
+        return mine, sound, None
 
     def _open(self, offers: list[Any]) -> dict[str, Any] | None:
         """Rank 0: take in the offers; the trial that ends it at once when a rank cannot read its directory."""
         for rank, entry in enumerate(offers):
             if entry["error"] is not None:
                 error = f"rank {rank} cannot read the checkpoint directory: {entry['error']}"
-                return _trial(error=error, kind="CheckpointError")
+                return nothing_to_try((), error, "CheckpointError")
         self._offers = [parse_offer(entry["offer"]) for entry in offers]
-        self._copies = Copies(self._offers, self._around.homes, writable=self._around.writable)
+        self._homes = find_homes(self._offers, self._around.homes, writable=self._around.writable)
+        self._copies = Copies(self._offers, self._homes)
         return None
 
     def _attempt(
         self,
         attempt: int,
-        trial: dict[str, Any],
-        sound: dict[str, tuple[str, Manifest]],
+        told: dict[str, Any],
+        sound: dict[str, Opener],
         decided: Callable[[int], None],
     ) -> tuple[Restored | None, dict[str, Any]]:
         """One candidate, or none: load it, tell how it went, hear what that means."""
-        proposal = _parse_trial(trial)
+        proposal = parse_trial(told)
         serving = self._peers.serving(attempt, proposal, sound) if proposal is not None else contextlib.nullcontext()
         with serving:
             restored, report = None, Report()
             if proposal is not None:
                 self._keys += self._peers.keys(attempt, proposal.plan)
-                restored, report = self._try(attempt, proposal, trial["skipped"], sound)
-            told = self._gather(f"loaded/{attempt}", dataclasses.asdict(report))
-            reports = [Report(**each) for each in told]
-            return restored, self._tell(f"verdict/{attempt}", lambda: self._judge(trial, proposal, reports, decided))
+                restored, report = self._try(attempt, proposal, told["skipped"], sound)
+            reports = [Report(**each) for each in self._gather(f"loaded/{attempt}", dataclasses.asdict(report))]
+            return restored, self._tell(f"verdict/{attempt}", lambda: self._judge(told, proposal, reports, decided))
 
     def _choose(self) -> dict[str, Any]:
         """Rank 0: the next candidate, or the error that ends it."""
-        choice = choose(self._offers, self._struck, self._around.homes)
+        choice = choose(self._offers, self._struck, self._homes)
         for name, reason in choice.skipped:
             if name not in self._reported:
                 logger.warning("passed over %s: %s", self._storage.join(self._line.directory, name), reason)
@@ -158,17 +177,18 @@ class Restore:
             plan = self._copies.plan(chosen.commit)
             if plan is None:  # `_judge` strikes it before this can be
                 raise CheckpointError(f"nobody can send step {chosen.step}, and it was chosen")
-            return _trial(
+            trial = Trial(
                 commit=chosen.commit,
                 step=chosen.step,
-                skipped=choice.skipped,
-                senders=sorted(plan.senders.items()),
-                direct=sorted(plan.direct),
-                rounds=frontier(known_rounds(self._offers)),
+                tier=chosen.tier,
+                homes=self._homes.of(chosen.tier),
+                plan=plan,
+                rounds=tuple(frontier(known_rounds(self._offers))),
             )
-        if choice.skipped and not self._request.allow_fresh_start:
-            return _trial(skipped=choice.skipped, error=self._nothing_usable(choice), kind="NoUsableCheckpointError")
-        return _trial(skipped=choice.skipped)
+            return trial.as_json(choice.skipped)
+        if choice.refuse and not self._request.allow_fresh_start:
+            return nothing_to_try(choice.skipped, self._nothing_usable(choice), "NoUsableCheckpointError")
+        return nothing_to_try(choice.skipped)
 
     def _nothing_usable(self, choice: Choice) -> str:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.skipped)
@@ -178,7 +198,7 @@ class Restore:
         )
 
     def _try(
-        self, attempt: int, trial: Trial, skipped: list[tuple[str, str]], sound: dict[str, tuple[str, Manifest]]
+        self, attempt: int, trial: Trial, skipped: list[tuple[str, str]], sound: dict[str, Opener]
     ) -> tuple[Restored | None, Report]:
         """Load the candidate; what is wrong with it goes to rank 0."""
         direct = False
@@ -205,6 +225,8 @@ class Restore:
             state=state,
             path=source.path,
             skipped=tuple((self._storage.join(self._line.directory, name), reason) for name, reason in skipped),
+            tier=trial.tier,
+            files=tuple(file.name for file in manifest.files),
         )
         return restored, Report(direct=direct)
 
@@ -218,11 +240,11 @@ class Restore:
             )
 
     def _judge(
-        self, trial: dict[str, Any], proposal: Trial | None, reports: list[Report], decided: Callable[[int], None]
+        self, told: dict[str, Any], proposal: Trial | None, reports: list[Report], decided: Callable[[int], None]
     ) -> dict[str, Any]:
         """Rank 0: go, try another copy, or strike the candidate. A mismatch is the caller's error: no other helps."""
-        if trial["error"] is not None:
-            return {"go": True, "error": trial["error"], "kind": trial["kind"]}
+        if told["error"] is not None:
+            return {"go": True, "error": told["error"], "kind": told["kind"]}
         failed = [(rank, report) for rank, report in enumerate(reports) if report.error is not None]
         for _, report in failed:
             if report.kind in _KINDS:
@@ -235,7 +257,7 @@ class Restore:
             else:
                 logger.warning("another copy of step %d is tried: %s (rank %d)", proposal.step, report.error, rank)
             return {"go": False, "error": None, "kind": None}
-        decided(trial["step"])
+        decided(told["step"])
         return {"go": True, "error": None, "kind": None}
 
     def _gather(self, name: str, value: Any) -> list[Any]:
@@ -259,27 +281,3 @@ class Restore:
         depart(
             self._exchange, self._scope, self._keys, rank=line.rank, world_size=line.world_size, deadline=self._deadline
         )
-
-
-def _trial(
-    *,
-    commit: str | None = None,
-    step: int = 0,
-    skipped: Sequence[tuple[str, str]] = (),
-    error: str | None = None,
-    kind: str | None = None,
-    **plan: list[Any],
-) -> dict[str, Any]:
-    """What rank 0 tells under try/<i>."""
-    return {"commit": commit, "step": step, "skipped": skipped, "error": error, "kind": kind, **plan}
-
-
-def _parse_trial(trial: dict[str, Any]) -> Trial | None:
-    if trial["commit"] is None:
-        return None
-    return Trial(
-        commit=trial["commit"],
-        step=trial["step"],
-        plan=Plan(senders=dict(trial["senders"]), direct=frozenset(trial["direct"])),
-        rounds=tuple((round_, base) for round_, base in trial["rounds"]),
-    )

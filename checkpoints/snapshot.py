@@ -1,4 +1,4 @@
-"""State -> this rank's share, copied into the staging buffer: the only moment training waits for a checkpoint.
+"""State -> this rank's share, copied into a buffer: the only moment training waits for a checkpoint.
 
 Owns the copy and nothing after it. The buffer is then the image of the shard file.
 """
@@ -15,7 +15,7 @@ from . import manifest as manifests
 from .errors import UnsupportedStateError
 from .manifest import Piece, TensorEntry
 from .shards import SMALLEST_CUT_BYTES, Layout, layout, partition
-from .staging import StagingBuffer
+from .staging import Buffer, StagingBuffer
 from .tree import Nested, dtype_name, flatten
 
 _HEADER_ROOM_BYTES = 1 << 20
@@ -35,18 +35,38 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A plan whose bytes lie in the staging buffer."""
+    """A plan, and what is not tensors."""
 
     plan: Plan
     skeleton: Any
 
 
+class Planner:
+    """Makes plans, and keeps one for as long as the state's form stays the same."""
+
+    def __init__(self) -> None:
+        self._plan: Plan | None = None
+
+    def plan(self, state: Nested, *, writer: int, writers: int) -> tuple[Snapshot, list[torch.Tensor]]:
+        """How the state is laid out, and its tensors in the order of the plan's table.
+
+        Raises:
+            UnsupportedStateError
+        """
+        skeleton, tensors = flatten(state)
+        entries = describe(tensors)
+        plan = self._plan
+        if plan is None or (plan.tensors, plan.writer, plan.writers) != (entries, writer, writers):
+            plan = self._plan = make_plan(entries, writer=writer, writers=writers)
+        return Snapshot(plan=plan, skeleton=skeleton), list(tensors.values())
+
+
 class Snapshotter:
-    """Takes snapshots into one buffer, and keeps the plan for as long as the state's form stays the same."""
+    """Takes snapshots into one buffer of this process."""
 
     def __init__(self) -> None:
         self.buffer = StagingBuffer()
-        self._plan: Plan | None = None
+        self._planner = Planner()
 
     def take(self, state: Nested, *, writer: int, writers: int) -> Snapshot:
         """Copy the share of writer number `writer`. When this returns, the live state may change again.
@@ -54,17 +74,9 @@ class Snapshotter:
         Raises:
             UnsupportedStateError: before anything is copied.
         """
-        skeleton, tensors = flatten(state)
-        entries = describe(tensors)
-        plan = self._plan
-        if plan is None or (plan.tensors, plan.writer, plan.writers) != (entries, writer, writers):
-            plan = self._plan = make_plan(entries, writer=writer, writers=writers)
-        target = self.buffer.reserve(plan.layout.size_bytes)
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            self.buffer.pin()
-        target[: len(plan.layout.header)] = torch.frombuffer(bytearray(plan.layout.header), dtype=torch.uint8)
-        _copy(list(tensors.values()), plan, target)
-        return Snapshot(plan=plan, skeleton=skeleton)
+        snapshot, tensors = self._planner.plan(state, writer=writer, writers=writers)
+        fill(self.buffer, self.buffer.reserve(snapshot.plan.layout.size_bytes), tensors, snapshot.plan)
+        return snapshot
 
     def expect(self, stored_bytes: int, writers: int) -> None:
         """Ready the buffer for a state of this size, while the caller goes on."""
@@ -72,8 +84,15 @@ class Snapshotter:
             self.buffer.warm(stored_bytes // writers + SMALLEST_CUT_BYTES + _HEADER_ROOM_BYTES)
 
     def close(self) -> None:
-        self._plan = None
         self.buffer.close()
+
+
+def fill(buffer: Buffer, target: torch.Tensor, tensors: Sequence[torch.Tensor], plan: Plan) -> None:
+    """Make `target`, a part of `buffer`, the image of the plan's shard file."""
+    if any(tensor.is_cuda for tensor in tensors):
+        buffer.pin()
+    target[: len(plan.layout.header)] = torch.frombuffer(bytearray(plan.layout.header), dtype=torch.uint8)
+    _copy(tensors, plan, target)
 
 
 def stored_bytes(state: Nested) -> int:

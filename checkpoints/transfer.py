@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from typing import IO, Any, cast
 
 from .manifest import MANIFEST, Manifest
-from .storage import Storage
+from .storage import Readable
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Address:
 class Sender:
     """Sends the files of one checkpoint, each to whoever asks with the token, until `close` or the deadline."""
 
-    def __init__(self, storage: Storage, directory: str, manifest: Manifest, *, host: str, deadline: float) -> None:
+    def __init__(self, storage: Readable, directory: str, manifest: Manifest, *, host: str, deadline: float) -> None:
         self._storage, self._directory, self._deadline = storage, directory, deadline
         self._names = {MANIFEST, *(file.name for file in manifest.files)}
         self._connections: dict[socket.socket, threading.Thread] = {}

@@ -23,7 +23,8 @@ from elastic.flags import Given, collect
 _DEFAULT_SHUTDOWN_SECONDS = 30.0  # torchrun's
 # What every node of a job must agree on: these decide together who takes part, how long others wait and when all save.
 _SHARED = (
-    *("min_nodes", "max_nodes", "module", "no_python", "checkpoint_every", "lease_ttl_seconds", "last_call_seconds"),
+    *("min_nodes", "max_nodes", "module", "no_python", "checkpoint_every", "memory_every"),
+    *("lease_ttl_seconds", "last_call_seconds"),
     *("settle_seconds", "join_timeout_seconds", "max_restarts", "restart_window_seconds", "drain_grace_seconds"),
 )
 _PATHS = ("log_dir", "checkpoint_dir", "etcd_ca", "etcd_cert", "etcd_key")
@@ -33,6 +34,7 @@ _AS_THEY_ARE = (
         "max_restarts",
         "standby",
         "memory_checkpoints",
+        "memory_every",
         "checkpoint_every",
         "allow_fresh_start",
         "usr1",
@@ -88,6 +90,7 @@ class JobConfig:
     standby: bool = True
     preload: tuple[str, ...] = ()
     memory_checkpoints: bool = True
+    memory_every: int | None = None  # steps; None = as the measured cost allows
     checkpoint_dir: str | None = None  # an absolute path, or a URL of fsspec
     checkpoint_every: str | None = None  # "100" = steps, "30s" = time
     allow_fresh_start: bool = False  # begin at step 0 although there are checkpoints and none is good

@@ -229,6 +229,8 @@ def _add_worker_flags(parser: argparse.ArgumentParser) -> None:
         "--preload", type=values.names, default=[], metavar="MODULE[,...]", help="What a standby imports besides torch."
     )
     add("--memory-checkpoints", action=_Switch, default=True, help="Keep the newest state in shared memory.")
+    add("--memory-every", type=values.steps, metavar="N",
+        help="Keep it each N steps; without it as often as costs 1 %% of the time at most.")  # fmt: skip
     add("--checkpoint-dir", metavar="DIR", help="Handed to the workers through the session.")
     add("--checkpoint-every", type=values.interval, metavar="N|Ns", help="100 = steps, 30s = seconds.")
     add("--allow-fresh-start", action=_Switch, default=False,

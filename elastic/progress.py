@@ -63,9 +63,12 @@ class Progress:
     rank: int = -1
     local_rank: int = -1
     world_size: int = 0
-    heartbeat: float = 0.0  # last report of any kind
+    heartbeat: float = 0.0  # last report of any kind, from any thread
+    progressed_at: float = 0.0  # last sign of the training thread: a step, a phase, an exchange
     phase: int = Phase.STARTING
     phase_since: float = 0.0
+    phase_limit: float = 0.0  # seconds that this phase may take without a sign; 0 = the agent's rule
+    waits: int = 0  # 1 while the training thread waits for peers, whatever its phase
     in_loop: int = 0  # 1 from the moment the training loop is entered: a drain request will be seen
     outcome: int = Outcome.NONE
     step: int = -1  # last optimizer step that was applied
@@ -79,7 +82,10 @@ class Progress:
     learning_rate: float = float("nan")
     grad_norm: float = float("nan")
     disk_step: int = -1  # newest step committed to disk, as far as this rank knows
-    memory_step: int = -1
+    memory_step: int = -1  # newest that this rank has sealed its share of
+    memory_unix_time: float = 0.0
+    memory_failures_total: int = 0
+    memory_bytes_total: int = 0
     commit_unix_time: float = 0.0
     checkpoint_failures_total: int = 0
     checkpoint_bytes_total: int = 0
@@ -95,6 +101,8 @@ class Progress:
     grad_syncs_total: int = 0
     grad_syncs_skipped_total: int = 0
     step_seconds: float = 0.0  # duration of the last step
+    compute_seconds: float = 0.0  # per micro-batch, data and forward and backward, as last compared; 0 = not yet
+    slowdown: float = 0.0  # that, relative to the median of all ranks
 
 
 _FIELDS = tuple(f.name for f in dataclasses.fields(Progress))

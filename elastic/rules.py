@@ -30,9 +30,6 @@ _NO_EFFECT = {
     "start_method": "workers are fresh processes in every case",
     "event_log_handler": "events are in the log, /status and the metrics",
     "signals_to_handle": "TERM, INT, QUIT, HUP and USR1 have a fixed meaning, see --usr1",
-    "standby": "this version starts cold workers",
-    "preload": "this version starts cold workers",
-    "memory_checkpoints": "this version keeps checkpoints on disk alone",
 }
 _ETCD_ONLY = ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user")
 _NAME = re.compile(r"[^\s/\x00-\x1f\x7f]{1,128}")
@@ -41,8 +38,8 @@ _NAME = re.compile(r"[^\s/\x00-\x1f\x7f]{1,128}")
 def check(given: Given, environ: Mapping[str, str]) -> None:
     """Raises: UsageError at the first rule that does not hold."""
     _check_target(given, environ)
+    _check_preload(given, environ)
     _check_rendezvous(given)
-    _check_promises(given)
     _check_times(given)
     _check_store_access(given, environ)
     _check_checkpoints(given)
@@ -84,9 +81,26 @@ def _check_module(name: str, environ: Mapping[str, str]) -> None:
         raise UsageError(f"module {name!r} is a file: leave out -m, or name it {name[:-3]!r}")
     if not all(part.isidentifier() for part in name.split(".")):
         raise UsageError(f"module {name!r} is not a module's name; a file is run without -m")
-    path = [str(Path.cwd()), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
-    if importlib.machinery.PathFinder.find_spec(top, path) is None and importlib.util.find_spec(top) is None:
+    if not _is_importable(top, Path.cwd(), environ):
         raise UsageError(f"module {name!r}: no {top!r} in {Path.cwd()} or on Python's path")
+
+
+def _check_preload(given: Given, environ: Mapping[str, str]) -> None:
+    """As above; what lies beside the program can be preloaded too."""
+    target = Path(given["training_script"])
+    folder = Path.cwd() if given["module"] else target if target.is_dir() else target.resolve().parent
+    for name in given["preload"]:
+        if not _is_importable(name.split(".")[0], folder, environ):
+            where = f"in {folder} or on Python's path"
+            raise UsageError(f"{given.named('preload')}: no module {name!r} {where}; install it or leave it out")
+
+
+def _is_importable(top: str, folder: Path, environ: Mapping[str, str]) -> bool:
+    """Whether a worker would find this top-level module. Another interpreter's path is not known here."""
+    if environ.get("PYTHON_EXEC"):
+        return True
+    path = [str(folder), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
+    return bool(importlib.machinery.PathFinder.find_spec(top, path) or importlib.util.find_spec(top))
 
 
 def _check_rendezvous(given: Given) -> None:
@@ -172,6 +186,8 @@ def _check_store_access(given: Given, environ: Mapping[str, str]) -> None:
 
 
 def _check_checkpoints(given: Given) -> None:
+    if given["memory_every"] is not None and not given["memory_checkpoints"]:
+        raise UsageError(f"{given.named('memory_every')} contradicts {given.named('memory_checkpoints')}")
     directory = given["checkpoint_dir"]
     if given["checkpoint_every"] and not directory:
         raise UsageError(f"{given.named('checkpoint_every')} needs --checkpoint-dir")
@@ -215,16 +231,16 @@ def _check_names(given: Given) -> None:
             raise UsageError(f"{given.named(key)}: a name has 1 to 128 characters and neither blanks nor slashes")
 
 
-def _check_promises(given: Given) -> None:
-    """What somebody would rely on is refused rather than ignored."""
-    if given["hang_timeout"]:
-        raise UsageError(f"{given.named('hang_timeout')}: this version does not look for hung workers; leave it out")
-
-
 def _say_what_has_no_effect(given: Given) -> None:
     for key, reason in _NO_EFFECT.items():
         if given.explicit(key):
             logger.warning("%s has no effect: %s", given.named(key), reason)
+    if given["no_python"]:
+        for key in ("standby", "preload"):
+            if given.explicit(key) and given[key]:
+                logger.warning("%s has no effect: a program that is not Python is started cold", given.named(key))
+    elif given["preload"] and not given["standby"]:
+        logger.warning("%s has no effect without standbys", given.named("preload"))
     if backend(given) == "etcd3":
         for key in ("master_addr", "master_port"):
             if given.explicit(key):

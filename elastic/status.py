@@ -37,7 +37,10 @@ class WaitingStatus:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """One worker of this node. `age_seconds` is the time since its last sign of progress."""
+    """One worker of this node. `age_seconds` is the time since its last sign of progress.
+
+    `slowdown` is its compute time for a micro-batch relative to the median of all ranks, as last compared.
+    """
 
     local_rank: int
     rank: int | None = None
@@ -45,6 +48,7 @@ class WorkerStatus:
     state: WorkerState = "starting"
     step: int | None = None
     age_seconds: float | None = None
+    slowdown: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

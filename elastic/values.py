@@ -53,6 +53,13 @@ def interval(text: str) -> str:
     return text.strip()
 
 
+def steps(text: str) -> int:
+    """A number of steps."""
+    if not re.fullmatch(r"\d+", text.strip(), re.ASCII) or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a number of steps, 1 or more")
+    return int(text)
+
+
 def names(text: str) -> list[str]:
     """Module names separated by commas."""
     found = [name.strip() for name in text.split(",") if name.strip()]

@@ -24,16 +24,18 @@ from torch.distributed.elastic.agent.server.api import (
 from elastic.agent import guard as guards
 from elastic.agent.crew import Crew
 from elastic.agent.decide import Act, Action, Asked, Observation, decide
+from elastic.agent.hang_watch import HangWatch
 from elastic.agent.mailbox import Mailbox, Readable, Request, SignalReceived
 from elastic.agent.story import Story
 from elastic.agent.systemd import Notifier
-from elastic.agent.view import Facts, job_status
+from elastic.agent.torch_view import fill_group
+from elastic.agent.view import Facts, closed_with, headline, job_status
 from elastic.agent.workers import Worker, adopt_orphans, reap_orphans
 from elastic.config import JobConfig
 from elastic.errors import ElasticError, ExitCode
 from elastic.rendezvous.lease import FENCE_SHARE
-from elastic.rendezvous.membership import Membership, View
-from elastic.rendezvous.round import Phase, Round
+from elastic.rendezvous.membership import Membership
+from elastic.rendezvous.round import Phase
 from elastic.status import FailureStatus, JobOutcome, JobStatus
 
 logger = logging.getLogger(__name__)
@@ -74,8 +76,10 @@ class Agent(ElasticAgent):
         self._notifier = notifier
         self._guard = guard
         self._story = Story(crew)
+        self._hangs = HangWatch(crew, config)
         self._asked = Asked.NOTHING
         self._joining = False
+        self._is_ready = False  # to be let into a running job
         self._done = False
         self._join_again_at = 0.0
         self._finished: ExitCode | None = None
@@ -152,6 +156,8 @@ class Agent(ElasticAgent):
         self._take(events)
         self._crew.read_progress()
         self._membership.pump(now)
+        if (verdict := self._hangs.look(now)) is not None:
+            self._story.hung(verdict)
         for _ in range(_ACTS_PER_PASS):  # one act may make the next one due; a pass must end all the same
             actions = decide(self._observe(now))
             for action in actions:
@@ -161,6 +167,7 @@ class Agent(ElasticAgent):
         else:
             self._mailbox.wake()
         self._story.look_for_recovery()
+        self._prepare()
         for event in events:
             if isinstance(event, Request):
                 event.serve()
@@ -170,12 +177,13 @@ class Agent(ElasticAgent):
         now, done = time.monotonic(), self._crew.done
         due = [self._membership.pump(now)]
         if not done.killed:
-            due += [done.settling_until, done.drain_until, done.terminate_until]
+            due += [done.settling_until, done.drain_until, done.terminate_until, done.stacks_until, self._hangs.due]
         heartbeat = now + self._config.lease_ttl_seconds / _PASSES_PER_TTL
         return min([heartbeat, *(deadline for deadline in due if deadline is not None)])
 
     def _take(self, events: list[Any]) -> None:
         ended = self._crew.workers.collect(events)
+        self._crew.standbys.collect(events)
         self._notice_freeze(ended)  # only now: who was killed while the agent stood still may be among them
         for event in events:
             if isinstance(event, SignalReceived):
@@ -185,7 +193,7 @@ class Agent(ElasticAgent):
         for worker in ended:
             logger.info("round %d: rank %d ended with %s", self._crew.round, worker.plan.rank, worker.exit_code)
         if ended:
-            self._guard.cover([worker.pid for worker in self._crew.workers.alive])
+            self._cover()
         failed = [worker for worker in ended if worker in self._crew.failed]
         if failed:
             self._story.begin("worker failed", failed_at=min(worker.exited_at for worker in failed))
@@ -239,7 +247,7 @@ class Agent(ElasticAgent):
             now=now,
             round_number=formed.number if formed and view.node_rank is not None else 0,
             round_phase=formed.phase if formed else Phase.RUNNING,
-            closed=_closed(view),
+            closed=closed_with(view),
             error=None if view.error is None else view.error.exit_code,
             expelled=view.is_expelled,
             may_join_again=now >= self._join_again_at,
@@ -252,6 +260,8 @@ class Agent(ElasticAgent):
             settling_until=done.settling_until,
             drain_until=done.drain_until,
             terminate_until=done.terminate_until,
+            hung=done.hung is not None,
+            stacks_until=done.stacks_until,
             killed=done.killed,
             done=self._done,
             frozen=done.frozen,
@@ -266,11 +276,12 @@ class Agent(ElasticAgent):
             self._membership.leave(outcome=_OUTCOMES.get(action.exit_code, "failed"))
         elif action.act is Act.FINISH:
             self._finished = action.exit_code
-        elif action.act in (Act.START, Act.ANNOUNCE, Act.SETTLE, Act.DRAIN, Act.TERMINATE):
+        elif action.act in (Act.START, Act.ANNOUNCE, Act.SETTLE, Act.DUMP, Act.DRAIN, Act.TERMINATE):
             {
                 Act.START: self._start,
                 Act.ANNOUNCE: self._announce,
                 Act.SETTLE: self._crew.settle,
+                Act.DUMP: self._crew.dump_stacks,
                 Act.DRAIN: self._drain,
                 Act.TERMINATE: self._crew.terminate,
             }[action.act](now)
@@ -282,7 +293,8 @@ class Agent(ElasticAgent):
     def _join(self) -> None:
         self._joining, self._done = True, False
         self._join_again_at = time.monotonic() + _JOIN_AGAIN_SECONDS
-        self._membership.join(after=self._crew.round, store_port=self._crew.open_store())
+        self._is_ready = self._crew.has_warm_standbys
+        self._membership.join(after=self._crew.round, store_port=self._crew.open_store(), ready=self._is_ready)
 
     def _start(self, _now: float) -> None:
         view = self._membership.view()
@@ -304,20 +316,22 @@ class Agent(ElasticAgent):
             self._crew.done.announced = True
             self._membership.announce(self._story.cannot_start(view.node_id, exc))
             self._crew.kill()
-        self._guard.cover([worker.pid for worker in self._crew.workers.alive])
-        self._fill_group(formed, view)
+        self._cover()
+        fill_group(self._group, formed, view, self._crew)
 
-    def _fill_group(self, formed: Round, view: View) -> None:
-        """torch's view of the workers, for who reads it through `get_worker_group`."""
-        group: Any = self._group  # torch leaves the attributes that a rendezvous fills in without types
-        group.group_rank = view.node_rank
-        group.group_world_size = len(formed.members)
-        group.master_addr, group.master_port = self._crew.master
-        group.state = WorkerState.HEALTHY
-        for slot, worker in zip(self._group.workers, self._crew.workers.all, strict=False):
-            slot.id = worker.pid
-            slot.global_rank = slot.role_rank = worker.plan.rank
-            slot.world_size = slot.role_world_size = formed.world_size
+    def _prepare(self) -> None:
+        """For the next round. A newcomer to a running job is ready, and let in, when its standbys are warm."""
+        view = self._membership.view()
+        is_newcomer = self._joining and view.round is not None and view.node_rank is None
+        if self._crew.prepare(is_newcomer=is_newcomer):
+            self._cover()
+        if self._joining and not self._is_ready and self._crew.has_warm_standbys:
+            self._is_ready = True
+            self._membership.ready()
+
+    def _cover(self) -> None:
+        """Tell the warden which process groups are ours now."""
+        self._guard.cover([*(worker.pid for worker in self._crew.workers.alive), *self._crew.standbys.pids])
 
     def _announce(self, _now: float) -> None:
         self._crew.done.announced = True
@@ -333,8 +347,10 @@ class Agent(ElasticAgent):
 
     def _clear(self) -> None:
         self._story.stopped()
+        if self._crew.done.frozen:
+            self._guard.after_a_sweep()
         self._crew.clear(self._guard.pids)
-        reap_orphans(self._guard.pids)
+        reap_orphans(self._guard.pids | self._crew.standbys.pids)
 
     # After the acts.
 
@@ -347,7 +363,7 @@ class Agent(ElasticAgent):
         self._last_status = status = self._make_status()
         if status.state in ("running", "waiting", "spare"):
             self._notifier.state(READY="1")
-        self._notifier.state(STATUS=_headline(status))
+        self._notifier.state(STATUS=headline(status))
 
     def _allowance(self, now: float) -> float:
         """How long the warden is to let live what it finds: workers end with the lease.
@@ -382,19 +398,3 @@ class Agent(ElasticAgent):
         self._crew.close()
         self._membership.close()
         self._guard.close()
-
-
-def _closed(view: View) -> ExitCode | None:
-    """How the job has ended, for members and spares alike."""
-    if view.outcome == "succeeded":
-        return ExitCode.SUCCEEDED
-    if view.outcome == "failed":
-        return ExitCode(view.exit_code or ExitCode.FAILED)
-    return None
-
-
-def _headline(status: JobStatus) -> str:
-    """One line for `systemctl status`."""
-    steps = [worker.step for worker in status.workers if worker.step is not None]
-    step = f", step {max(steps)}" if steps else ""
-    return f"{status.state}: round {status.round}, {status.world_size} ranks{step}"

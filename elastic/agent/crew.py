@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-import os
 import signal
 import socket
 import time
@@ -16,9 +16,13 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 from elastic.agent import failure as failures
 from elastic.agent.decide import WorkerView
-from elastic.agent.environment import job_command, worker_environ
+from elastic.agent.environment import births, worker_environ
+from elastic.agent.hang import Verdict
+from elastic.agent.leftovers import kill_below, kill_round
 from elastic.agent.logs import Console
 from elastic.agent.mailbox import Mailbox
+from elastic.agent.oom import oom_kills
+from elastic.agent.standbys import Standbys
 from elastic.agent.warden import kill_everything
 from elastic.agent.workers import Worker, WorkerPlan, Workers
 from elastic.config import JobConfig
@@ -29,9 +33,12 @@ from elastic.status import FailureStatus
 
 logger = logging.getLogger(__name__)
 
+_STACKS_SECONDS = 0.3  # for hung workers to write their stacks
 _SETTLE_SECONDS = 1.0  # for the real cause to show after a communication error
-_SETTLED_SECONDS = 30.0  # a script without a session that ran this long has got somewhere
+_SETTLED_SECONDS = 10.0  # a script without a session that ran this long has got somewhere
 _SWEEP_SECONDS = 2.0
+_COLD_UP_SECONDS, _WARM_UP_SECONDS = 5.0, 2.0  # a script without a session has begun by then, we suppose
+_SILENT_LOOP_SECONDS = 60.0  # one with a session that does not report steps
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -41,6 +48,8 @@ class RoundActs:
     announced: bool = False
     killed: bool = False
     frozen: bool = False
+    hung: Verdict | None = None
+    stacks_until: float | None = None  # they write their stacks
     settling_until: float | None = None
     drain_until: float | None = None
     terminate_until: float | None = None
@@ -50,20 +59,33 @@ class Crew:
     """The workers of one round after another, and the steps they have reached."""
 
     def __init__(
-        self, *, config: JobConfig, logs_specs: LogsSpecs, mailbox: Mailbox, folder: Path, nonce: str, host: str = ""
+        self,
+        *,
+        config: JobConfig,
+        logs_specs: LogsSpecs,
+        mailbox: Mailbox,
+        folder: Path,
+        nonce: str,
+        host: str = "",
+        memory_dir: str | None = None,
     ) -> None:
-        """`host`: the address that peers reach this node by; empty: there are none, and loopback will do."""
+        """`host`: the address that peers reach this node by; empty: there are none, and loopback will do.
+
+        `memory_dir`: the agent's folder in shared memory, for the workers' checkpoints.
+        """
         self._config = config
         self._logs_specs = logs_specs
         self._folder = folder
         self._nonce = nonce
-        self._host = host
-        self._command = job_command(config)
+        self._host, self._memory_dir = host, memory_dir
+        self._births = births(config, nonce)
+        self._wants_standbys = config.standby and not config.no_python
         self._console = Console(config)
         self._store: TCPStore | None = None  # of the round whose workers are or were here
         self._next_store: TCPStore | None = None  # for the round to come, if this node is to host it
         self._oom_kills = 0
         self.workers = Workers(mailbox)
+        self.standbys = Standbys(mailbox, config.preload)
         self._next_address: tuple[str, int] = ("", 0)
         self.master: tuple[str, int] = ("", 0)
         self.round = 0
@@ -126,7 +148,7 @@ class Crew:
 
     def start(self, formed: Round, node_id: str) -> None:
         """Start this node's workers of the round. Raises: OSError when a process cannot be started."""
-        self.round, self._node_id = formed.number, node_id
+        previous, self.round, self._node_id = self.round, formed.number, node_id
         hosts = formed.store_host == node_id
         self.master = self._next_address if hosts else (formed.store_addr, formed.store_port)
         self._store, self._next_store = (self._next_store if hosts else None), None
@@ -134,7 +156,13 @@ class Crew:
         self._record_step = max(self._record_step, self.applied_step)
         environs = {
             local_rank: worker_environ(
-                self._config, formed, node_id, local_rank=local_rank, master=self.master, nonce=self._nonce
+                self._config,
+                formed,
+                node_id,
+                local_rank=local_rank,
+                master=self.master,
+                nonce=self._nonce,
+                memory_dir=self._memory_dir,
             )
             for local_rank in range(self._config.nproc_per_node)
         }
@@ -150,24 +178,19 @@ class Crew:
             )
             for local_rank, environ in environs.items()
         ]
-        self._oom_kills = failures.oom_kills()
-        self._console.start(destination, environs)
-        self.workers.start(plans, self._command, self._folder, self._launchers())
-
-    def _launchers(self) -> list[tuple[str, ...]]:
-        """Command prefixes that bind each worker to its NUMA node; empty without --numa-binding."""
-        if self._config.numa_binding is None:
-            return [()] * self._config.nproc_per_node
-        from torch.numa import binding
-
-        options = binding.NumaOptions(affinity_mode=binding.AffinityMode(self._config.numa_binding))
-        return [
-            tuple(binding._maybe_wrap_command_args_with_numa_binding((), gpu_index=rank, numa_options=options))
-            for rank in range(self._config.nproc_per_node)
-        ]
+        self._oom_kills = oom_kills()
+        self.workers.start(plans, self._births, self._folder, self.standbys.take)
+        self._console.start(destination, environs)  # not before: the workers are under way
+        if previous:
+            kill_round(self._nonce, previous)
 
     def settle(self, now: float) -> None:
         self.done.settling_until = now + _SETTLE_SECONDS
+
+    def dump_stacks(self, now: float) -> None:
+        """Each worker writes its Python stacks into its log, before it is killed."""
+        self.done.stacks_until = now + _STACKS_SECONDS
+        self.workers.dump_stacks()
 
     def drain(self, now: float) -> None:
         """Ask every worker, through its block, to save and leave after the next step all agree on."""
@@ -186,14 +209,38 @@ class Crew:
         self.done.killed = True
         self.workers.kill()
 
+    @property
+    def has_warm_standbys(self) -> bool:
+        """Whether a round could be started without imports here, as far as that is wanted and works at all."""
+        return not self._wants_standbys or self.standbys.are_ready(self._births)
+
+    def prepare(self, *, is_newcomer: bool) -> bool:
+        """Get ready what the next round will need, once the workers are in their loop: they come first until then.
+
+        A newcomer, which waits for a running job, has none that it could disturb. Returns whether there are other
+        standbys than before.
+        """
+        before = self.standbys.pids
+        is_up = self._are_up()
+        if self._wants_standbys and (is_newcomer or is_up):
+            self.standbys.tend(self._births)
+        if is_up and not self._config.master_port:
+            with contextlib.suppress(UsageError):  # said when it is needed
+                self.open_store()
+        return self.standbys.pids != before
+
+    def _are_up(self) -> bool:
+        if self.done != RoundActs():
+            return False
+        return bool(self.workers.all) and all(worker.is_alive and _is_up(worker) for worker in self.workers.all)
+
     def clear(self, spare: frozenset[int]) -> None:
-        """All workers are gone: kill what they started elsewhere, close logs and the round's store.
+        """All workers are gone: kill what they have left behind, close logs and the round's store.
 
         This process is a child subreaper: whatever a worker left behind is below it, however it was started.
         """
         self.read_progress()
-        deadline = time.monotonic() + _SWEEP_SECONDS
-        if not kill_everything(self._nonce, [], deadline=deadline, below=os.getpid(), spare=spare):
+        if not kill_below(spare | self.standbys.pids, deadline=time.monotonic() + _SWEEP_SECONDS):
             logger.warning("round %d: a process of the job cannot be killed (uninterruptible sleep?)", self.round)
         self._console.stop()
         self.workers.close()
@@ -201,14 +248,18 @@ class Crew:
 
     def close(self) -> None:
         """End everything; idempotent."""
+        self.standbys.close()
         self.workers.kill()
         for worker in self.workers.alive:
             worker.process.wait(30)
         self.workers.close()
+        kill_everything(self._nonce, [], deadline=time.monotonic() + _SWEEP_SECONDS)
         self._store = self._next_store = None
         self._console.close()
 
     def first_failure(self) -> FailureStatus | None:
+        if self.done.hung is not None:
+            return failures.describe_hung(self.done.hung, self.workers.all, self._node_id)
         worker = failures.first_failure(self.failed)
         return None if worker is None else failures.describe(worker, self._node_id, self._oom_kills)
 
@@ -216,6 +267,15 @@ class Crew:
 def _outcome(value: int) -> Outcome:
     """What the block says, as far as it makes sense: any process that has the path can write there."""
     return Outcome(value) if value in list(Outcome) else Outcome.NONE
+
+
+def _is_up(worker: Worker) -> bool:
+    """Whether it has got through its imports and its first step, as far as can be told from outside."""
+    report = worker.progress
+    if report.first_step_at:
+        return True
+    age = time.monotonic() - worker.started_at
+    return age > (_SILENT_LOOP_SECONDS if report.pid else _WARM_UP_SECONDS if worker.was_warm else _COLD_UP_SECONDS)
 
 
 def worker_view(worker: Worker) -> WorkerView:

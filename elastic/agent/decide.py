@@ -75,6 +75,8 @@ class Observation:
     settling_until: float | None = None  # a communication error was first: the real cause may still show
     drain_until: float | None = None  # workers were asked to drain
     terminate_until: float | None = None  # workers were sent SIGTERM
+    hung: bool = False  # a rank is behind, and the others wait for it
+    stacks_until: float | None = None  # workers were asked for their stacks
     killed: bool = False
     done: bool = False  # told that this round's workers have finished
     frozen: bool = False  # the warden has killed the workers, because the agent did not run
@@ -89,6 +91,7 @@ class Act(enum.Enum):
     START = "start the round's workers"
     SETTLE = "wait a moment for the real cause"
     ANNOUNCE = "tell that the round is broken"
+    DUMP = "let the workers write their stacks"
     DRAIN = "ask the workers to drain"
     TERMINATE = "send the workers SIGTERM"
     KILL = "kill the workers"
@@ -123,6 +126,8 @@ def _while_alive(seen: Observation, alive: list[WorkerView]) -> tuple[Action, ..
         return (Action(act=Act.ANNOUNCE), Action(act=Act.KILL))  # peers must not wait for ranks that are gone
     if seen.asked is Asked.STOP or seen.error is not None or _is_over(seen):
         return (Action(act=Act.KILL),)
+    if seen.hung:
+        return _after_hang(seen)
     failed = [worker for worker in seen.workers if worker.has_failed]
     if failed:
         return _after_failure(seen, failed, alive)
@@ -152,6 +157,13 @@ def _after_failure(seen: Observation, failed: list[WorkerView], alive: list[Work
     if all(worker.in_loop for worker in alive):
         return (*told, Action(act=Act.KILL))
     return (*told, *_terminate(seen))
+
+
+def _after_hang(seen: Observation) -> tuple[Action, ...]:
+    """The stacks first: who is hung, and where the others wait for it, is gone with the processes."""
+    if seen.stacks_until is None:
+        return (Action(act=Act.DUMP),)
+    return () if seen.now < seen.stacks_until else (Action(act=Act.ANNOUNCE), Action(act=Act.KILL))
 
 
 def _drain(seen: Observation, alive: list[WorkerView]) -> tuple[Action, ...]:

@@ -11,11 +11,18 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from elastic.agent.hang import Verdict
+from elastic.agent.hints import hint_for
+from elastic.agent.oom import oom_kills
 from elastic.agent.workers import Worker
 from elastic.status import FailureStatus
 
 _LOG_LINES = 20
 _LOG_BYTES = 8192
+_OOM_HINT = (
+    "`dmesg` for whose limit was full, the host's or the cgroup's (memory.max); fewer loader workers, a smaller "
+    "micro_batch_size"
+)
 
 # What a rank says when a peer has gone: the peer's own failure is the cause, this is its consequence.
 _COMMUNICATION_ERROR = re.compile(
@@ -24,17 +31,6 @@ _COMMUNICATION_ERROR = re.compile(
     r"|Timed out waiting \d+ms for (send|recv) operation",
     re.IGNORECASE,
 )
-
-
-def oom_kills() -> int:
-    """How many processes the kernel's OOM killer has killed since boot, in all cgroups; 0 where that is not told."""
-    try:
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    except (OSError, ValueError):
-        return 0
-    return 0
 
 
 def read_error_file(path: str) -> tuple[str, str]:
@@ -103,25 +99,33 @@ def describe(worker: Worker, node_id: str, oom_kills_before: int) -> FailureStat
     """The failure as every view of the job shows it."""
     code = worker.exit_code or 0
     message, callstack = (text.strip() for text in read_error_file(worker.plan.error_file))
-    name = None
-    reason = "exited"
+    was_oom = oom_kills() > oom_kills_before
+    reason, name, hint = "exited", None, hint_for(message)
     if code < 0:
-        name = _signal_name(-code)
-        reason = "killed"
+        reason, name = "killed", _signal_name(-code)
         message = message or f"killed by {name}"
-        if -code == signal.SIGKILL and oom_kills() > oom_kills_before:
-            reason = "out of memory"
-            message = "killed by the kernel's OOM killer: give the host more memory or the worker less to do"
-    elif not message:
-        message = f"exited with {code}"
+        if -code == signal.SIGKILL and was_oom:
+            reason, message, hint = "out of memory", "killed by the kernel's OOM killer", _OOM_HINT
+    elif was_oom:
+        hint = f"the kernel's OOM killer has killed a process of this job meanwhile: {_OOM_HINT}"
+    message = message or f"exited with {code}"
+    look = f"look at: {hint}" if hint else ""
     return FailureStatus(
         rank=worker.plan.rank,
         node_id=node_id,
         reason=reason,
         exit_code=code if code >= 0 else None,
         signal=name,
-        message=f"{message}\n{callstack}".rstrip(),
+        message="\n".join(part for part in (message, look, callstack) if part),
         log=last_lines(worker.plan.stderr, worker.plan.stdout),
+    )
+
+
+def describe_hung(verdict: Verdict, workers: Sequence[Worker], node_id: str) -> FailureStatus:
+    """A hang as every view of the job shows it; called when the stacks have been written."""
+    logs = [path for w in workers if w.plan.rank == verdict.rank for path in (w.plan.stderr, w.plan.stdout)]
+    return FailureStatus(
+        rank=verdict.rank, node_id=node_id, reason="hung", message=verdict.message, log=last_lines(*logs)
     )
 
 

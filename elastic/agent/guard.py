@@ -12,7 +12,7 @@ from elastic.agent.warden import Warden, boottime
 logger = logging.getLogger(__name__)
 
 KEY = "warden"
-_SHORTEST_MOVE_SECONDS = 0.05
+_GRAIN_SECONDS = 0.05  # deadlines that differ by less are the same one
 
 
 class Guard:
@@ -48,6 +48,11 @@ class Guard:
         self.close()
         self.start()
 
+    def after_a_sweep(self) -> None:
+        """It may still be looking for victims, and would take what is started next for one: another one takes over."""
+        self.close()
+        self.start()
+
     def cover(self, groups: list[int]) -> None:
         """These process groups are the live workers now."""
         self._groups = groups
@@ -57,7 +62,7 @@ class Guard:
         """The workers may live for so long without another word."""
         self._fed_at = boottime()
         deadline = self._fed_at + seconds
-        if abs(deadline - self._deadline) >= _SHORTEST_MOVE_SECONDS:  # a busy loop must not fill the pipe
+        if abs(deadline - self._deadline) >= _GRAIN_SECONDS:  # a busy loop must not fill the pipe
             self._deadline = deadline
             self._say(lambda warden: warden.allow_until(deadline))
 

@@ -36,8 +36,16 @@ class Incidents:
         self._closed: collections.deque[Incident] = collections.deque(maxlen=_KEPT)
         self._open: _Open | None = None
 
-    def begin(self, *, cause: str, applied_step: int, failed_at: float, now: float) -> None:
-        """Something ended the round; while an incident is open, what follows belongs to it."""
+    def begin(
+        self, *, cause: str, applied_step: int, failed_at: float, now: float, reports: Sequence[Progress] = ()
+    ) -> None:
+        """Something ended the round; while an incident is open, what follows belongs to it.
+
+        But for workers without a session: nobody can tell when they were back at work, so the next failure is another.
+        """
+        if self._open is not None and self._open.decided_at and reports and not any(report.pid for report in reports):
+            self._closed.append(_describe(self._open, reports))
+            self._open = None
         if self._open is None:
             self._open = _Open(
                 unix_time=time.time(), cause=cause, applied_step=applied_step, failed_at=failed_at, noticed_at=now

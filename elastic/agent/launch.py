@@ -18,6 +18,7 @@ from elastic.agent.instance import Instance
 from elastic.agent.log_thread import log_thread
 from elastic.agent.logs import make_logs_specs
 from elastic.agent.mailbox import Mailbox
+from elastic.agent.memory import memory_folder
 from elastic.agent.systemd import Notifier
 from elastic.config import JobConfig
 from elastic.errors import ExitCode
@@ -32,7 +33,8 @@ def run_job(config: JobConfig) -> int:
     """Run the job on this node until it ends. Returns the exit code. Raises: UsageError."""
     mailbox = Mailbox()
     mailbox.take_signals(SIGNALS)
-    with contextlib.closing(mailbox), log_thread(), _instance() as instance:
+    memory = memory_folder() if config.memory_checkpoints else contextlib.nullcontext()
+    with contextlib.closing(mailbox), log_thread(), _instance() as instance, memory as memory_dir:
         keep_open = _lock_alone(config, instance)
         nonce = instance.nonce
         rendezvous = make_rendezvous(config)
@@ -47,6 +49,7 @@ def run_job(config: JobConfig) -> int:
                 folder=instance.folder,
                 nonce=nonce,
                 host=rendezvous.host,
+                memory_dir=memory_dir,
             ),
             membership=membership,
             mailbox=mailbox,

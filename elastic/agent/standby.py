@@ -1,25 +1,35 @@
 """The child's entry point: a process that waits for a start message and then becomes the worker.
 
-Run as a file, `python -u standby.py FD SCRIPT ARGS…`: the message comes through descriptor FD, the rest is there for
-whoever looks for the job with `ps` or `pkill -f`. A cold start sends the message at once.
+Run as a file, `python -u standby.py FD SCRIPT ARGS…`: messages come through descriptor FD, a line of JSON each; the
+rest is there for whoever looks for the job with `ps` or `pkill -f`. A cold start sends the start message at once. A
+standby is first told to warm up: it imports what nearly every worker does, says that it is ready, and waits.
 
-It imports nothing of elasticd, so that a user's own `elastic.py` or `checkpoints.py` is found as `python script.py`
-would find it, and leaves the process as that would: `__main__`, `sys.argv`, `sys.path`, `__file__` and `__spec__`. It
-adds: log files that SIGHUP reopens, stacks on SIGQUIT, the traceback in torch's error file, and an end that tears the
-process group down before the interpreter goes (a script that ends with an open gloo group may abort otherwise).
+It leaves the process as `python script.py` would: `__main__`, `sys.argv`, `sys.path`, `__file__`, `__spec__`; and a
+module beside the script (a user's own `elastic.py`, `checkpoints.py`, `yaml.py`) is what an import of that name finds,
+whatever was loaded before. It adds: log files that SIGHUP reopens, stacks on SIGQUIT, the traceback in torch's error
+file, and an end that tears the process group down before the interpreter goes (a script that ends with an open gloo
+group may abort otherwise). What a warm start does beyond that is in `warm_up.py`.
 """
+# ruff: noqa: E402
 
 from __future__ import annotations
 
+import sys
+
+_LOADED_BY_PYTHON = frozenset(sys.modules)
+
 import atexit
 import builtins
+import contextlib
 import faulthandler
 import gc
+import importlib
+import importlib.machinery
+import importlib.util
 import io
 import json
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -27,6 +37,43 @@ import types
 from typing import Any, NoReturn
 
 _DESTROY_SECONDS = 5.0
+_OURS = ("elastic", "checkpoints")
+
+
+def make_way(folder: str) -> None:
+    """Forget the loaded modules whose names the program's folder holds: there, `python script.py` would find its own.
+
+    What Python itself loads before any script (os, codecs ...) stays, as it would. Ours go together or not at all.
+    """
+    loaded = {name.partition(".")[0] for name in sys.modules} - _LOADED_BY_PYTHON - {"__main__"}
+    with contextlib.suppress(OSError):  # an archive
+        loaded &= {entry.partition(".")[0] for entry in os.listdir(folder)}  # noqa: PTH208
+    shadowed = {name for name in loaded if _is_another(name, folder)}
+    if shadowed & {*_OURS}:
+        shadowed |= {*_OURS}
+    for name in [name for name in sys.modules if name.partition(".")[0] in shadowed]:
+        del sys.modules[name]
+
+
+def _is_another(name: str, folder: str) -> bool:
+    """Whether an import of `name` with `folder` first on the path would find something else than what is loaded."""
+    found = importlib.machinery.PathFinder.find_spec(name, [folder])
+    if found is None or found.origin is None:  # a plain folder comes after every real module
+        return False
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return spec is None or spec.origin is None or os.path.realpath(spec.origin) != os.path.realpath(found.origin)
+
+
+def folder_of(kind: str, target: str) -> str:
+    """What Python puts first on the path for this program."""
+    if kind == "module":
+        return os.getcwd()  # noqa: PTH109 - pathlib costs import time here
+    return target if is_container(target) else os.path.dirname(os.path.realpath(target))  # noqa: PTH120
+
+
+def is_container(path: str) -> bool:
+    """A folder or an archive with a `__main__` inside."""
+    return os.path.isdir(path) or path.endswith((".zip", ".pyz"))  # noqa: PTH112
 
 
 def redirect(stdout: str, stderr: str) -> None:
@@ -63,14 +110,15 @@ def become_main(target: str, kind: str, args: list[str]) -> None:
 
 
 def _run_script(path: str) -> None:
-    if os.path.isdir(path) or path.endswith((".zip", ".pyz")):  # noqa: PTH112 - pathlib costs import time here
+    make_way(folder_of("script", path))
+    if is_container(path):
         import runpy
 
         runpy.run_path(path, run_name="__main__")
         return
     from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 
-    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
+    sys.path.insert(0, folder_of("script", path))
     path = os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - absolute but not normalised, as Python itself does
     loader: Any = (SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader)("__main__", path)
     if path.endswith(".pyc"):
@@ -84,7 +132,8 @@ def _run_script(path: str) -> None:
 def _run_module(name: str) -> None:
     import runpy
 
-    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - what `python -m` does
+    sys.path.insert(0, folder_of("module", name))
+    make_way(sys.path[0])
     _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]
     sys.argv[0] = spec.origin
     main = _main_module(
@@ -209,15 +258,47 @@ def _drop_our_frames(failure: BaseException) -> None:
     failure.__traceback__ = trace
 
 
+def receive(channel: int) -> dict[str, Any] | None:
+    """The next message; None when the agent has closed its end, which means that no worker is needed any more."""
+    text = b""
+    while not text.endswith(b"\n"):
+        chunk = os.read(channel, 65536)
+        if not chunk:
+            return None
+        text += chunk
+    message: dict[str, Any] = json.loads(text)
+    return message
+
+
+def wait_warm(channel: int, message: dict[str, Any]) -> dict[str, Any] | None:
+    """Warm up, say so, and return the start message when it comes."""
+    spec: Any = importlib.util.spec_from_file_location("warm_up", os.path.join(os.path.dirname(__file__), "warm_up.py"))  # noqa: PTH118, PTH120
+    warmth = importlib.util.module_from_spec(spec)  # not in sys.modules, where a user's module may have that name
+    spec.loader.exec_module(warmth)
+    with warmth.silence():
+        failed = warmth.warm_up(folder_of(message["kind"], message["target"]), message["preload"])
+    try:
+        os.write(channel, json.dumps(failed).encode() + b"\n")
+    except OSError:  # the agent has gone
+        return None
+    start = receive(channel)
+    if start is not None:
+        warmth.show_as(start["shown"])
+    return start
+
+
 def main() -> NoReturn:
-    """Wait for the message; the agent closing the pipe without one means that no worker is needed any more."""
+    """Wait for the start message, warm if told to."""
     del sys.path[0]  # this file's folder, which is nothing the user's program should see
-    descriptor = int(sys.argv[1])
-    with os.fdopen(descriptor, "rb") as pipe:
-        text = pipe.read()
-    if not text:
+    channel = int(sys.argv[1])
+    os.set_inheritable(channel, False)
+    message = receive(channel)
+    if message is not None and "preload" in message:
+        message = wait_warm(channel, message)
+    if message is None:
         os._exit(0)
-    run(json.loads(text))
+    os.close(channel)
+    run(message)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic.agent import failure as failures
+from elastic.agent import repeats
 from elastic.agent.crew import Crew
+from elastic.agent.hang import Verdict
 from elastic.agent.incidents import Incidents
 from elastic.errors import ExitCode
 from elastic.rendezvous.membership import Breakage, View
@@ -25,6 +28,7 @@ class Story:
         self._crew = crew
         self._incidents = Incidents()
         self._fenced_by = ""
+        self._places: dict[repeats.Place, int] = {}
         self.last_failure: FailureStatus | None = None
         self.failures: dict[int, ProcessFailure] = {}  # of the last round that failed, by rank: torch's contract
 
@@ -32,7 +36,11 @@ class Story:
         """Something has ended the round, or is about to."""
         self._crew.read_progress()
         self._incidents.begin(
-            cause=cause, applied_step=self._crew.applied_step, failed_at=failed_at, now=time.monotonic()
+            cause=cause,
+            applied_step=self._crew.applied_step,
+            failed_at=failed_at,
+            now=time.monotonic(),
+            reports=[worker.progress for worker in self._crew.workers.all],
         )
 
     def fenced(self, cause: str, *, failed_at: float) -> None:
@@ -40,6 +48,12 @@ class Story:
         logger.warning("round %d: %s: its workers are stopped", self._crew.round, cause)
         self._fenced_by = cause
         self.begin(cause, failed_at=failed_at)
+
+    def hung(self, verdict: Verdict) -> None:
+        """The workers do not get on: they write their stacks and are stopped."""
+        who = "this node" if verdict.rank is None else f"rank {verdict.rank}"
+        logger.warning("round %d: %s: %s; stacks go to the logs", self._crew.round, who, verdict.message)
+        self.begin(f"hung: {verdict.message}", failed_at=verdict.since)
 
     def note_round(self, view: View) -> None:
         """What ended the round elsewhere begins the incident here."""
@@ -65,26 +79,47 @@ class Story:
 
     def breakage(self, node_id: str) -> Breakage:
         """Why this node's workers have ended; what a fenced node's workers died of is not held against the job."""
+        hung, progressed = self._crew.done.hung, self._crew.has_progressed
         failure = self._crew.first_failure()
-        progressed = self._crew.has_progressed
         if self._crew.done.frozen or failure is None:
             cause = f"node {node_id}: {self._fenced_by or 'it was stopped'}"
             return Breakage(cause=cause, charged=False, progressed=progressed)
+        failed = [view for view in self._crew.views() if view.has_failed]
+        consequence = hung.consequence if hung else all(view.consequence for view in failed)
+        failure, is_repeated = (failure, False) if hung or consequence else self._count(failure)
         self.last_failure = failure
         self.failures = failures.for_torch(self._crew.failed)
-        summary = f"rank {failure.rank} {failure.reason}: {failure.message.splitlines()[0]}"
+        who = f"node {node_id}" if failure.rank is None else f"rank {failure.rank}"
+        summary = f"{who} {failure.reason}: {failure.message.splitlines()[0]}"
         logger.error("round %d: %s%s", self._crew.round, summary, _details(failure))
         self._incidents.name(summary)
-        failed = [view for view in self._crew.views() if view.has_failed]
         do_not_retry = any(view.exit_code == ExitCode.DO_NOT_RETRY for view in failed)
         return Breakage(
             cause=summary,
             charged=True,
             progressed=progressed,
-            fatal=any(view.is_final for view in failed),
-            consequence=all(view.consequence for view in failed),
+            fatal=is_repeated or any(view.is_final for view in failed),
+            consequence=consequence,
             exit_code=int(ExitCode.DO_NOT_RETRY if do_not_retry else ExitCode.FAILED),
         )
+
+    def _count(self, failure: FailureStatus) -> tuple[FailureStatus, bool]:
+        """The failure, and whether it has come back in the same place too often to be tried again: then it says so."""
+        steps = {w.plan.rank: w.progress.step for w in self._crew.workers.all if w.progress.in_loop}
+        rank = failure.rank
+        place = None
+        if rank is not None and rank in steps:
+            place = repeats.place_of(failure.message, rank=rank, applied_step=steps[rank])
+        self._places = repeats.note(self._places, place, applied_step=min(steps.values(), default=-1))
+        if place is None or self._places[place] < repeats.LIMIT:
+            return failure, False
+        first, *rest = failure.message.splitlines()
+        lines = (
+            f"deterministic failure at step {place.step}: {first}",
+            f"the same {self._places[place]} times, at {place.frame}: it is not tried again",
+            *rest,
+        )
+        return dataclasses.replace(failure, message="\n".join(lines)), True
 
     def look_for_recovery(self) -> None:
         """Close the incident once every local worker has applied a new step."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from elastic.agent.workers import Worker
 from elastic.config import JobConfig
+from elastic.errors import ExitCode
 from elastic.progress import Outcome, Progress
 from elastic.rendezvous.membership import View
 from elastic.rendezvous.round import Phase, Round
@@ -114,7 +115,8 @@ def _worker(worker: Worker, *, draining: bool) -> WorkerStatus:
         pid=worker.pid,
         state=_worker_state(worker, report, draining=draining),
         step=_known(report.step),
-        age_seconds=round(time.monotonic() - report.heartbeat, 3) if report.heartbeat else None,
+        age_seconds=round(time.monotonic() - sign, 3) if (sign := report.progressed_at or report.heartbeat) else None,
+        slowdown=round(report.slowdown, 2) if report.slowdown else None,
     )
 
 
@@ -130,3 +132,19 @@ def _worker_state(worker: Worker, report: Progress, *, draining: bool) -> Worker
 
 def _known(step: int) -> int | None:
     return step if step >= 0 else None
+
+
+def headline(status: JobStatus) -> str:
+    """One line for `systemctl status`."""
+    steps = [worker.step for worker in status.workers if worker.step is not None]
+    step = f", step {max(steps)}" if steps else ""
+    return f"{status.state}: round {status.round}, {status.world_size} ranks{step}"
+
+
+def closed_with(view: View) -> ExitCode | None:
+    """How the job has ended, for members and spares alike."""
+    if view.outcome == "succeeded":
+        return ExitCode.SUCCEEDED
+    if view.outcome == "failed":
+        return ExitCode(view.exit_code or ExitCode.FAILED)
+    return None

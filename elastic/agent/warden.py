@@ -95,15 +95,16 @@ def boottime() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def ours(nonce: str) -> set[int]:
-    """Processes that carry the nonce in the environment they were started with."""
-    needle = f"ELASTICD_NONCE={nonce}".encode()
+def ours(nonce: str, *more: str) -> set[int]:
+    """Processes that carry the nonce, and these variables, in the environment they were started with."""
+    needles = [text.encode() for text in (f"ELASTICD_NONCE={nonce}", *more)]
     found = set()
     for entry in os.listdir("/proc"):  # noqa: PTH208 - a path object per process would double the cost
         if entry.isdigit():
             try:
                 with open(f"/proc/{entry}/environ", "rb") as environ:  # noqa: PTH123
-                    if needle in environ.read():
+                    carried = environ.read().split(b"\0")
+                    if all(needle in carried for needle in needles):
                         found.add(int(entry))
             except OSError:  # gone, or another user's
                 continue

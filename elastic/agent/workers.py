@@ -5,35 +5,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import json
 import logging
 import os
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from signal import SIGHUP, SIGKILL, SIGQUIT, Signals
-
-from torch.distributed.elastic.utils.api import macros
+from signal import SIGCONT, SIGHUP, SIGKILL, SIGQUIT, Signals
 
 from elastic import progress
+from elastic.agent.child import Birth, Child
 from elastic.agent.mailbox import Mailbox, Readable
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_CHILD_SUBREAPER = 36
-_ENTRY_POINT = str(Path(__file__).with_name("standby.py").resolve())
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """What a worker runs: `kind` is script, module, or program (no Python at all)."""
-
-    kind: str
-    target: str
-    args: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +38,11 @@ class WorkerPlan:
 class Worker:
     """One process of the round and its progress block."""
 
-    def __init__(self, plan: WorkerPlan, command: Command, block: Path, launcher: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, plan: WorkerPlan, birth: Birth, block: Path, take: Callable[[int, Birth], Child | None] | None = None
+    ) -> None:
+        """`birth` is what a standby of this worker was born with; `take` gives one where there is a warm one."""
         self.plan = plan
-        self.command = dataclasses.replace(
-            command, args=tuple(macros.substitute(list(command.args), str(plan.local_rank)))
-        )
         progress.create(block)
         self._block = block
         self._reader: progress.ProgressReader | None = progress.ProgressReader(block)
@@ -63,11 +50,14 @@ class Worker:
         self.exit_code: int | None = None
         self.exited_at = 0.0
         self.stopped_by_us = False
+        self.was_warm = False
         self.started_at = time.monotonic()
-        environ = {**_inherited(), **plan.environ, progress.ENVIRONMENT_KEY: str(block)}
-        start = self._start_program if command.kind == "program" else self._start_python
+        environ = {**plan.environ, progress.ENVIRONMENT_KEY: str(block)}
         try:
-            self.process = start(environ, launcher)
+            if birth.command.kind == "program":
+                self.process = self._start_program(birth, environ)
+            else:
+                self.process = self._start_python(birth, environ, take)
         except OSError:
             self._reader.close()
             block.unlink()
@@ -80,50 +70,29 @@ class Worker:
             self.process.wait()
             raise
 
-    def _start_python(self, environ: dict[str, str], launcher: tuple[str, ...]) -> subprocess.Popen[bytes]:
-        """Start the entry point and send it the message at once; a standby will get the same message later."""
-        receiving, sending = os.pipe()
-        interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
-        module = ["-m"] if self.command.kind == "module" else []  # for the reader of `ps` only
-        argv = [
-            *launcher,
-            interpreter,
-            "-u",
-            _ENTRY_POINT,
-            str(receiving),
-            *module,
-            self.command.target,
-            *self.command.args,
-        ]
-        try:
-            process = subprocess.Popen(argv, env=environ, pass_fds=(receiving,), start_new_session=True)
-        except OSError:
-            os.close(sending)
-            raise
-        finally:
-            os.close(receiving)
-        message = {
-            "kind": self.command.kind,
-            "target": self.command.target,
-            "args": list(self.command.args),
-            "environ": {},
-            "cwd": "",
-            "umask": _umask(),
-            "stdout": self.plan.stdout,
-            "stderr": self.plan.stderr,
-        }
-        with contextlib.suppress(BrokenPipeError), os.fdopen(sending, "wb") as pipe:  # it died: its pidfd will tell
-            pipe.write(json.dumps(message).encode())
-        return process
+    def _start_python(
+        self, birth: Birth, environ: dict[str, str], take: Callable[[int, Birth], Child | None] | None
+    ) -> subprocess.Popen[bytes]:
+        warm = take(self.plan.local_rank, birth) if take else None
+        child = warm or Child(dataclasses.replace(birth, environ={**birth.environ, **environ}))
+        self.was_warm = warm is not None
+        child.begin(environ=environ, stdout=self.plan.stdout, stderr=self.plan.stderr)
+        return child.process
 
-    def _start_program(self, environ: dict[str, str], launcher: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    def _start_program(self, birth: Birth, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+        command = birth.command
         with contextlib.ExitStack() as files:
             streams = [
                 files.enter_context(Path(path).open("ab")) if path else None
                 for path in (self.plan.stdout, self.plan.stderr)
             ]
-            argv = [*launcher, self.command.target, *self.command.args]
-            return subprocess.Popen(argv, env=environ, stdout=streams[0], stderr=streams[1], start_new_session=True)
+            return subprocess.Popen(
+                [*birth.launcher, command.target, *command.args],
+                env={**birth.environ, **environ},
+                stdout=streams[0],
+                stderr=streams[1],
+                start_new_session=True,
+            )
 
     @property
     def progress(self) -> progress.Progress:
@@ -156,11 +125,18 @@ class Worker:
 
     def catches(self, number: Signals) -> bool:
         """Whether the worker has a handler for this signal: one without would die of it."""
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-                if line.startswith("SigCgt:"):
-                    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-        return False
+        return _catches(self.pid, number)
+
+    def dump_stacks(self) -> None:
+        """Python stacks of all threads to its stderr, also of loader children, whose fork has kept our handler.
+
+        A stopped process writes them when it goes on: it is let go on, so kill it soon.
+        """
+        for pid in _group(self.pid):
+            if _catches(pid, SIGQUIT):  # one without a handler would dump core instead
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, SIGQUIT)
+                    os.kill(pid, SIGCONT)
 
     def request_drain(self) -> None:
         if self._reader:
@@ -180,12 +156,6 @@ class Worker:
         self._block.unlink(missing_ok=True)
 
 
-def _inherited() -> dict[str, str]:
-    """The agent's environment without what is ours: a job inside a worker of another job is none of its business, and a
-    password for etcd none of a worker's."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("ELASTICD_")}
-
-
 class Workers:
     """All local workers of one round."""
 
@@ -193,11 +163,18 @@ class Workers:
         self._mailbox = mailbox
         self.all: list[Worker] = []
 
-    def start(self, plans: list[WorkerPlan], command: Command, blocks: Path, launchers: list[tuple[str, ...]]) -> None:
+    def start(
+        self,
+        plans: list[WorkerPlan],
+        births: Mapping[int, Birth],
+        blocks: Path,
+        take: Callable[[int, Birth], Child | None],
+    ) -> None:
         """Start one process per plan; what was started stays in `all` when a later one fails. Raises: OSError."""
         self.all = []
-        for plan, launcher in zip(plans, launchers, strict=True):
-            worker = Worker(plan, command, blocks / f"progress-{plan.rank}-{plan.local_rank}", launcher)
+        for plan in plans:
+            block = blocks / f"progress-{plan.rank}-{plan.local_rank}"
+            worker = Worker(plan, births[plan.local_rank], block, take)
             self.all.append(worker)
             self._mailbox.watch(worker.pidfd, worker)
 
@@ -227,8 +204,7 @@ class Workers:
     def dump_stacks(self) -> None:
         """Python stacks of all threads into the workers' stderr."""
         for worker in self.alive:
-            if worker.catches(SIGQUIT):  # one without a handler would dump core instead
-                os.kill(worker.pid, SIGQUIT)
+            worker.dump_stacks()
 
     def reopen_logs(self) -> None:
         for worker in self.alive:
@@ -256,11 +232,22 @@ def reap_orphans(known: frozenset[int]) -> None:
                     os.waitpid(int(pid), os.WNOHANG)
 
 
-def _umask() -> int:
-    """The process's umask, which can only be read by setting it."""
-    current = os.umask(0o022)
-    os.umask(current)
-    return current
+def _catches(pid: int, number: Signals) -> bool:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def _group(leader: int) -> list[int]:
+    """The processes of a process group, its leader first."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and os.getpgid(int(entry.name)) == leader:
+                found.append(int(entry.name))
+    return sorted(found, key=lambda pid: pid != leader)
 
 
 def remove_tree(path: Path) -> None:

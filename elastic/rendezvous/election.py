@@ -18,7 +18,7 @@ from elastic.rendezvous.store import Compare, Entry, Outcome, Put, Store
 
 logger = logging.getLogger(__name__)
 
-_SPREAD_SECONDS = 0.0005  # per member: a thousand nodes do not all ask at once who leads
+_SPREAD_SECONDS = 0.0005  # per node, of as many as may come at first: a thousand do not all ask at once who leads
 
 
 class Election:
@@ -61,8 +61,9 @@ class Election:
             self._try_at = None
             return False, None
         if self._try_at is None:
-            members = self._chronicle.round.members if self._chronicle.round is not None else ()
-            self._try_at = now + self._draw.random() * _SPREAD_SECONDS * len(members)
+            current = self._chronicle.round
+            nodes = len(current.members) if current is not None else self._rules.limits.max_nodes
+            self._try_at = now + self._draw.random() * _SPREAD_SECONDS * nodes
         if now < self._try_at:
             return False, self._try_at
         return self._campaign(now, incarnation)

@@ -65,6 +65,7 @@ class Holding:
         self.node = dataclasses.replace(node, join=0)  # 0: no seat is this node's
         self.entry: Entry | None = None
         self.lease = 0  # that the key is under
+        self._recorded: tuple[Node | None, str] = (None, "")  # and its record
 
     def hold(self, now: float) -> float | None:
         """Have a lease, and under it a key that says what this node is. Returns when to look again.
@@ -145,4 +146,9 @@ class Holding:
         logger.info("node %s has joined (join %d)", node_id, join)
 
     def _record(self) -> str:
-        return NodeRecord(node=self.node, identity=self._identity, version=self._version).to_json()
+        """Asked for at each pass, so it is made anew for another node only."""
+        node, text = self._recorded
+        if node != self.node:
+            text = NodeRecord(node=self.node, identity=self._identity, version=self._version).to_json()
+            self._recorded = self.node, text
+        return text

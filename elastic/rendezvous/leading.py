@@ -25,6 +25,7 @@ _ACTS_PER_PASS = 8
 _COMPARED_MEMBERS = 100
 _GHOST_SECONDS = 1.0  # beyond its ttl: by then the store has ended the lease of a node that is dead
 _NEWS_SECONDS = 0.3  # between two pieces of news: each goes to every node
+_NEWS_SECONDS_PER_NODE = 0.001  # more, and before each: what has passed by then need not be told to a thousand nodes
 
 Post = Callable[[Callable[[], None]], None]
 
@@ -61,7 +62,8 @@ class Leading:
         self._used = 0
         self._counted_at = -math.inf
         self._told: str | None = None
-        self._tell_at = -math.inf
+        self._told_at = -math.inf
+        self._untold_since: float | None = None  # there has been other news than was told
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -258,10 +260,13 @@ class Leading:
         )
         text = news.to_json()
         if text == self._told:
+            self._untold_since = None
             return True, min(due, default=None)
-        if now < self._tell_at:
-            return True, min([*due, self._tell_at])
-        self._tell_at = now + _NEWS_SECONDS
+        since = self._untold_since = now if self._untold_since is None else self._untold_since
+        spread = _NEWS_SECONDS_PER_NODE * len(self._nodes)
+        if now < (tell_at := max(self._told_at + _NEWS_SECONDS + spread, since + spread)):
+            return True, min([*due, tell_at])
+        self._told_at, self._untold_since = now, None
         outcome, revision = self._store.write([self._own_leadership()], [Put(self._keys.leader, text, self._lease)])
         if outcome is not Outcome.APPLIED:
             return False, now

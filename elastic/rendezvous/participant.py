@@ -222,6 +222,8 @@ class Participant:
             due.append(self._own.hold(now))
             if not had_key:
                 self._note_seat()
+                if self._own.entry is not None:
+                    return now  # who leads may have been told meanwhile
         if self._own.entry is not None:
             due.append(self._lead(now))
             self._read_peers()

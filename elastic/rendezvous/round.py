@@ -95,6 +95,11 @@ class Round:
     flaky: tuple[Flaky, ...] = ()
     late: tuple[tuple[str, int], ...] = ()  # node id and join of who was left out for not stopping in time
     settings: str = ""
+    _node_ranks: Mapping[str, int] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        ranks = {member.node_id: rank for rank, member in enumerate(self.members)}
+        object.__setattr__(self, "_node_ranks", ranks)  # asked for by each of N nodes, for each of N by the leader
 
     @property
     def world_size(self) -> int:
@@ -102,7 +107,7 @@ class Round:
 
     def node_rank(self, node_id: str) -> int | None:
         """Position of the node in this round, None when it is no member."""
-        return next((i for i, member in enumerate(self.members) if member.node_id == node_id), None)
+        return self._node_ranks.get(node_id)
 
     def ranks(self, node_id: str) -> range:
         """Global ranks of the node's workers; empty when it is no member."""
@@ -123,7 +128,7 @@ class Round:
         fields: dict[str, Any] = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.default is dataclasses.MISSING or getattr(self, field.name) != field.default
+            if field.init and (field.default is dataclasses.MISSING or getattr(self, field.name) != field.default)
         }
         fields["members"] = [(member.node_id, member.join, member.slots) for member in self.members]
         if self.flaky:
@@ -140,7 +145,7 @@ class Round:
             leaving = tuple(fields.pop("leaving", ()))
             late = tuple((i, join) for i, join in fields.pop("late", ()))
             phase = Phase(fields.pop("phase"))
-            known = {field.name for field in dataclasses.fields(cls)}
+            known = {field.name for field in dataclasses.fields(cls) if field.init}
             rest = {name: value for name, value in fields.items() if name in known}
             return cls(phase=phase, members=members, flaky=flaky, leaving=leaving, late=late, **rest)
         except (TypeError, KeyError, AttributeError) as exc:

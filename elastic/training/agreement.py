@@ -31,8 +31,14 @@ class Agreement:
 class PendingAgreement:
     """An exchange under way. Every rank calls `wait` exactly once, at the same place of its program."""
 
-    def __init__(self, vector: torch.Tensor, work: dist.Work | None, on_result: Callable[[Agreement], None]) -> None:
-        self._vector, self._work, self._on_result = vector, work, on_result
+    def __init__(
+        self,
+        vector: torch.Tensor,
+        work: dist.Work | None,
+        on_result: Callable[[Agreement], None],
+        on_wait: Callable[[bool], None],
+    ) -> None:
+        self._vector, self._work, self._on_result, self._on_wait = vector, work, on_result, on_wait
 
     def wait(self) -> Agreement:
         """Block until every rank has contributed.
@@ -41,7 +47,12 @@ class PendingAgreement:
             RuntimeError: a peer is gone, or did not answer within the group's timeout.
         """
         if self._work is not None:
+            already = self._work.is_completed()
+            if not already:
+                self._on_wait(True)
             self._work.wait()
+            if not already:
+                self._on_wait(False)
         stop, save, busy, error, *sums = self._vector.tolist()  # (flags + sums,) float64
         agreement = Agreement(stop=stop > 0, save=save > 0, busy=busy > 0, error=error > 0, sums=tuple(sums))
         self._on_result(agreement)
@@ -56,13 +67,20 @@ class AgreementChannel:
         self._group: dist.ProcessGroup | None = None
 
     def begin(
-        self, flags: Sequence[bool], sums: Sequence[float], on_result: Callable[[Agreement], None]
+        self,
+        flags: Sequence[bool],
+        sums: Sequence[float],
+        on_result: Callable[[Agreement], None],
+        on_wait: Callable[[bool], None],
     ) -> PendingAgreement:
-        """Contribute this rank's flags (stop, save, busy, error) and sums."""
+        """Contribute this rank's flags (stop, save, busy, error) and sums.
+
+        `on_wait` is told where the wait for the others begins (True) and ends, unless all have been there before.
+        """
         assert len(flags) == _FLAGS
         vector = torch.tensor([*flags, *sums], dtype=torch.float64)
         if self._world_size == 1:
-            return PendingAgreement(vector, None, on_result)
+            return PendingAgreement(vector, None, on_result, on_wait)
         if self._group is None:
             if not dist.is_initialized():
                 raise RuntimeError(
@@ -71,7 +89,7 @@ class AgreementChannel:
                 )
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         work = dist.all_reduce(vector, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
-        return PendingAgreement(vector, work, on_result)
+        return PendingAgreement(vector, work, on_result, on_wait)
 
     def leave(self) -> None:
         """Called before the process groups are destroyed; the next exchange makes a new group."""

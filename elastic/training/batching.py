@@ -1,6 +1,7 @@
 """Pure: global batch, micro-batch and world size -> who runs which micro-batches of a step, and where the next begins.
 
-A global batch is cut into micro-batches of nearly equal size, which are dealt to the ranks contiguously. The cut does
+A global batch is cut into micro-batches of nearly equal size, which are dealt to the ranks contiguously (`deal`, or
+`balance` where it goes by speed). The cut does
 not depend on the world size, so that a resize changes neither the batches nor the seeds of their micro-batches, only
 who runs them. What the offsets mean as items of the dataset is said by `sampler`.
 """
@@ -37,16 +38,12 @@ class MicroBatch:
 class StepPlan:
     """One optimizer step: the items of its global batch and the position after it."""
 
+    step: int  # its number, from 1
     epoch: int
     start: int
     stop: int
     micro_batches: tuple[MicroBatch, ...]
     after: Position
-
-    def share(self, rank: int, world_size: int) -> tuple[MicroBatch, ...]:
-        """The micro-batches of one rank, in order; empty when there are more ranks than micro-batches."""
-        start, stop = deal(len(self.micro_batches), rank, world_size)
-        return self.micro_batches[start:stop]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +61,8 @@ class Batching:
         whole, rest = divmod(self.dataset_size, self.global_batch_size)
         return whole if self.drop_last or not rest else whole + 1
 
-    def plan(self, position: Position) -> StepPlan:
-        """The step that begins at `position`: the rest of an epoch is a smaller step (or dropped), never mixed.
+    def plan(self, position: Position, *, step: int = 1) -> StepPlan:
+        """Step number `step`, from `position` on: the rest of an epoch is a smaller step (or dropped), never mixed.
 
         `position.offset` may be any item, also one that another global batch size left behind.
         """
@@ -74,6 +71,7 @@ class Batching:
             epoch, start = epoch + 1, 0
         stop = min(start + self.global_batch_size, self.dataset_size)
         return StepPlan(
+            step=step,
             epoch=epoch,
             start=start,
             stop=stop,
@@ -95,7 +93,7 @@ class Batching:
     ) -> Iterator[StepPlan]:
         """The steps from `position` on, until `steps` are done or the last epoch is over; `step` are done already."""
         while steps is None or step < steps:
-            plan = self.plan(position)
+            plan = self.plan(position, step=step + 1)
             if epochs is not None and plan.epoch >= epochs:
                 return
             yield plan

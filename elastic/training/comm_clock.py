@@ -16,14 +16,19 @@ import torch
 
 
 class CommClock(Protocol):
-    """`reduction_began` gives a token for `reduction_ended`, which any thread may call."""
+    """`reduction_began` gives a token for `reduction_ended`, which any thread may call.
+
+    `compute` is (seconds, micro-steps) from the beginning of a step to the end of its last backward's own compute.
+    """
 
     def reduction_began(self) -> Any: ...
     def reduction_ended(self, token: Any) -> None: ...
+    def step_began(self, micro_steps: int) -> None: ...
     def compute_ended(self) -> None: ...
     def backward_returned(self) -> None: ...
     def busy_seconds(self) -> float: ...
     def exposed_seconds(self) -> float: ...
+    def compute(self) -> tuple[float, int]: ...
 
 
 def make_clock(device: torch.device) -> CommClock:
@@ -38,7 +43,8 @@ class HostClock:
         self._lock = threading.Lock()
         self._under_way = 0
         self._busy_since = self._compute_end = 0.0
-        self._busy = self._exposed = 0.0
+        self._busy = self._exposed = self._compute = 0.0
+        self._step_began, self._micro_steps, self._computed = 0.0, 0, 0
 
     def reduction_began(self) -> None:
         with self._lock:
@@ -52,8 +58,13 @@ class HostClock:
             if self._under_way == 0:
                 self._busy += time.perf_counter() - self._busy_since
 
+    def step_began(self, micro_steps: int) -> None:
+        self._step_began, self._micro_steps = time.perf_counter(), micro_steps
+
     def compute_ended(self) -> None:
         self._compute_end = time.perf_counter()
+        self._compute += self._compute_end - self._step_began
+        self._computed += self._micro_steps
 
     def backward_returned(self) -> None:
         if self._compute_end:
@@ -66,15 +77,20 @@ class HostClock:
     def exposed_seconds(self) -> float:
         return self._exposed
 
+    def compute(self) -> tuple[float, int]:
+        return self._compute, self._computed
+
 
 class DeviceClock:
     """For CUDA: pairs of events on the stream that is current where they are recorded."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pairs: deque[tuple[str, Any, Any]] = deque()
+        self._pairs: deque[tuple[str, Any, Any, int]] = deque()
+        self._step_began: Any = None
+        self._micro_steps = self._computed = 0
         self._compute_end: Any = None
-        self._seconds = {"busy": 0.0, "exposed": 0.0}
+        self._seconds = {"busy": 0.0, "exposed": 0.0, "compute": 0.0}
 
     @staticmethod
     def _event() -> Any:
@@ -87,22 +103,28 @@ class DeviceClock:
 
     def reduction_ended(self, token: Any) -> None:
         with self._lock:
-            self._pairs.append(("busy", token, self._event()))
+            self._pairs.append(("busy", token, self._event(), 0))
+
+    def step_began(self, micro_steps: int) -> None:
+        self._step_began, self._micro_steps = self._event(), micro_steps
 
     def compute_ended(self) -> None:
         self._compute_end = self._event()
+        with self._lock:
+            self._pairs.append(("compute", self._step_began, self._compute_end, self._micro_steps))
 
     def backward_returned(self) -> None:
         if self._compute_end is not None:
             with self._lock:
-                self._pairs.append(("exposed", self._compute_end, self._event()))
+                self._pairs.append(("exposed", self._compute_end, self._event(), 0))
             self._compute_end = None
 
     def _collect(self) -> None:
         """Add up the pairs that have passed; the rest waits for the next reading, nothing blocks."""
         with self._lock:
             while self._pairs and self._pairs[0][2].query():
-                kind, begin, end = self._pairs.popleft()
+                kind, begin, end, micro_steps = self._pairs.popleft()
+                self._computed += micro_steps
                 self._seconds[kind] += begin.elapsed_time(end) / 1000.0
 
     def busy_seconds(self) -> float:
@@ -112,3 +134,7 @@ class DeviceClock:
     def exposed_seconds(self) -> float:
         self._collect()
         return self._seconds["exposed"]
+
+    def compute(self) -> tuple[float, int]:
+        self._collect()
+        return self._seconds["compute"], self._computed

@@ -82,6 +82,14 @@ class GradientComms:
         """Make `model` reduce its gradients through this object."""
         model.register_comm_hook(self, sum_gradients)
 
+    def step_began(self, micro_steps: int) -> None:
+        """Called before the first of a step's micro-steps, when its data have not been fetched yet."""
+        self._clock.step_began(micro_steps)
+
+    def compute(self) -> tuple[float, int]:
+        """(seconds, micro-steps) of data, forward and backward so far, without waiting; on CUDA as far as passed."""
+        return self._clock.compute()
+
     def backward_returned(self) -> None:
         """Called right after a synchronised backward: what lies between the end of its compute and now was waiting."""
         self._syncs += not self.dry

@@ -54,6 +54,9 @@ class WorkerEnvironment:
     progress_path: str | None = None
     checkpoint_dir: str | None = None
     checkpoint_every: Every | None = None
+    memory_dir: str | None = None  # the agent's folder in shared memory
+    memory_rank: int = 0  # this worker among those of the folder
+    memory_every: int | None = None  # steps
     allow_fresh_start: bool = False
 
 
@@ -85,6 +88,9 @@ def read_environment(environ: Mapping[str, str], pid: int | None = None) -> Work
         progress_path=(environ.get(PROGRESS_KEY) or None) if is_worker else None,
         checkpoint_dir=environ.get("ELASTICD_CHECKPOINT_DIR") or None,
         checkpoint_every=parse_every(every, name="ELASTICD_CHECKPOINT_EVERY") if every else None,
+        memory_dir=(environ.get("ELASTICD_MEMORY_DIR") or None) if is_worker else None,
+        memory_rank=_number(environ, "ELASTICD_LOCAL_RANK", 0),
+        memory_every=_number(environ, "ELASTICD_MEMORY_EVERY", 0) or None,
         allow_fresh_start=environ.get("ELASTICD_ALLOW_FRESH_START") == "1",
     )
 

@@ -56,6 +56,7 @@ class Evaluator:
             for done in range(0, max(longest, 1), _BATCHES_PER_AGREEMENT):
                 for _ in mine[done : done + _BATCHES_PER_AGREEMENT]:
                     batch = stream.next()
+                    self._session.beat()
                     with autocast():
                         loss, amount = self._task.evaluate(model, batch)
                     total, weight = total + float(loss), weight + float(amount)

@@ -112,11 +112,23 @@ class Replica:
     def _buffers(self) -> list[torch.Tensor]:
         return [b for home in self._buffer_homes for b in home._buffers.values() if b is not None]
 
-    def begin_step(self) -> None:
+    def begin_step(self, micro_steps: int) -> None:
         """Called before a step's first forward: no gradient of the last one is left."""
         for parameter in self._parameters:
             parameter.grad = None
         self._buffers_before = [(id(b), b._version) for b in self._buffers()]
+        if self._comms is not None:
+            self._comms.step_began(micro_steps)
+
+    def rebuild_buckets(self) -> None:
+        """Let DDP order its buckets by its first synchronised backward now, not in its next forward. Collective.
+
+        Called between two steps: the gradients, views of the old buckets, are dropped.
+        """
+        if self._ddp is not None:
+            for parameter in self._parameters:
+                parameter.grad = None
+            self._ddp.reducer._rebuild_buckets()
 
     def buffers_changed(self) -> bool:
         """Whether this step's forwards wrote any buffer: ranks agree on it, masks and tables are never sent."""
@@ -132,6 +144,10 @@ class Replica:
         """Called before the process group is destroyed."""
         if self._comms is not None:
             self._comms.close()
+
+    def compute(self) -> tuple[float, int]:
+        """(seconds, micro-steps) of this rank's data, forwards and backwards since the round began, without waiting."""
+        return self._comms.compute() if self._comms is not None else (0.0, 0)
 
     def comm_totals(self) -> CommTotals:
         return self._comms.totals() if self._comms is not None else CommTotals()

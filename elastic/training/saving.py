@@ -1,10 +1,10 @@
-"""When to save, and the way to the checkpoints package: the only place of a worker that imports it."""
+"""When to save and to keep, and the way to the checkpoints package: the only place of a worker that imports it."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,13 @@ from elastic.errors import DatasetChangedError, JobFailedError, NoUsableCheckpoi
 from elastic.own_checkpoints import own_checkpoints
 from elastic.progress import Phase
 from elastic.training.environment import Every
+from elastic.training.memory_policy import MemoryPolicy
 from elastic.training.session import Session
 from elastic.training.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
-    from checkpoints import CheckpointManager, CommitResult, Restored
+    from checkpoints import CheckpointManager, CommitResult, MemoryTier, Restored
+    from checkpoints.memory import Sealed
     from checkpoints.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -53,12 +55,32 @@ class SavePolicy:
 
 
 class Saver:
-    """Binds the Trainer's state to a CheckpointManager. Without a directory everything here does nothing."""
+    """Binds the Trainer's state to a CheckpointManager. Without directory and memory everything here does nothing."""
 
-    def __init__(self, config: TrainerConfig, session: Session, *, storage: Storage | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainerConfig,
+        session: Session,
+        *,
+        storage: Storage | None = None,
+        sharded: bool = False,
+        on_host: bool = True,
+    ) -> None:
+        """`sharded`: no rank has the optimizer's state whole. `on_host`: training needs the processor itself."""
         self._config, self._session, self._storage = config, session, storage
         self._manager: CheckpointManager | None = None
-        self._saved_step = -1
+        self._saved_step = self._kept_step = -1
+        self._memory_policy = MemoryPolicy(session.memory_every or config.memory_every)
+        self._memory_due = False
+        self._on_host, self._seal_seconds = on_host, 0.0
+        self._memory_dir = session.memory_dir
+        if sharded and self._memory_dir:
+            self._memory_dir = None
+            if session.rank == 0:
+                logger.warning(
+                    "checkpoints in memory are off: the optimizer's state is shared out over the ranks "
+                    "(ZeroRedundancyOptimizer), so no node has it whole"
+                )
         every = session.checkpoint_every or config.every
         self.policy = SavePolicy(every, is_clock=session.rank == 0)
         self._directory = session.checkpoint_dir or config.checkpoint_dir
@@ -69,13 +91,14 @@ class Saver:
                 config.checkpoint_dir,
             )
         if self._directory is None and session.rank == 0:
-            logger.warning("no checkpoint directory is set: this run cannot be resumed")
+            kept = "; memory holds its newest state until the agent ends" if self._memory_dir else ""
+            logger.warning("no checkpoint directory is set: this run cannot be resumed%s", kept)
 
     def open(self) -> None:
         """Connect to the round's store and the directory. Collective; the process group exists by now."""
-        if self._directory is None:
-            return
         session, config = self._session, self._config
+        if self._directory is None and not self._all_have_memory():
+            return
         self._manager = own_checkpoints("manager").CheckpointManager(
             self._directory,
             rank=session.rank,
@@ -89,6 +112,7 @@ class Saver:
             commit_timeout_seconds=config.commit_timeout_seconds,
             storage=self._storage,
             on_result=self._on_result,
+            memory=self._memory_tier(),
         )
 
     def restore(self, *, like: Mapping[str, Any], fingerprint: str) -> Restored | None:
@@ -115,10 +139,37 @@ class Saver:
             except errors.CheckpointMismatchError as error:
                 raise JobFailedError(str(error)) from error
             self._session.note(restore_ended_at=time.monotonic())
-        if restored is not None:
+        if restored is not None and restored.tier == "memory":
+            self._kept_step = restored.step
+            self._session.note(memory_step=restored.step)
+        elif restored is not None:
             self._saved_step = restored.step
             self._session.note(disk_step=restored.step)
         return restored
+
+    def _all_have_memory(self) -> bool:
+        """Memory alone serves only if all ranks have it: what they do with it is collective."""
+        if self._session.world_size == 1:
+            return self._memory_dir is not None
+        agreed = self._session.agree(sums=(float(self._memory_dir is not None),))
+        return agreed.sums[0] == self._session.world_size
+
+    def _memory_tier(self) -> MemoryTier | None:
+        if self._memory_dir is None:
+            return None
+        tier: MemoryTier = own_checkpoints("memory").MemoryTier(
+            self._memory_dir,
+            local_rank=self._session.memory_rank,
+            local_world_size=self._session.local_world_size,
+            on_sealed=self._on_sealed,
+            on_failure=lambda _: self._session.count(memory_failures_total=1),
+        )
+        return tier
+
+    @property
+    def _hang_seconds(self) -> float:
+        """No save takes longer than this: a wait for a commit has its own end, and another may come before it."""
+        return 2 * self._config.commit_timeout_seconds
 
     @property
     def busy(self) -> bool:
@@ -128,17 +179,49 @@ class Saver:
     def save(self, step: int, state: Callable[[], dict[str, Any]], *, samples: int, fingerprint: str) -> None:
         """Stage `state()` as `step` and commit it in the background; nothing to do when `step` is saved already."""
         self.policy.saved()
-        if self._manager is None or step == self._saved_step:
+        if self._directory is None:
+            self.keep(step, state, samples=samples, fingerprint=fingerprint)
+        if self._manager is None or self._directory is None or step == self._saved_step:
             return
-        with self._session.phase(Phase.CHECKPOINT):
+        with self._session.phase(Phase.CHECKPOINT, limit_seconds=self._hang_seconds):
             self._manager.save(step, state(), samples=samples, fingerprint=fingerprint)
-        self._saved_step = step
+        self._saved_step = self._kept_step = step
+        self._memory_policy.taken()
+
+    def contribution(self) -> tuple[float, ...]:
+        """This rank's `memory_policy.SLOTS` sums of the step's exchange; what was kept before is whole by then."""
+        if self._manager is not None:
+            self._manager.settle()
+        return self._memory_policy.contribution()
+
+    def heard(self, sums: Sequence[float], step_seconds: float) -> None:
+        """What all ranks contributed to the exchange of the step that is over now."""
+        self._memory_due = self._memory_policy.is_due(sums, self._session.world_size)
+        self._memory_policy.stepped(step_seconds)
+
+    def keep_if_due(self, step: int, state: Callable[[], dict[str, Any]], *, samples: int, fingerprint: str) -> None:
+        """Keep `state()` in memory as `step`, when it is time; all ranks do so, or none."""
+        if self._memory_due:
+            self.keep(step, state, samples=samples, fingerprint=fingerprint)
+
+    def keep(self, step: int, state: Callable[[], dict[str, Any]], *, samples: int, fingerprint: str) -> None:
+        """Copy `state()` into the node's memory as `step`, unless it is there already."""
+        self._memory_policy.taken()
+        if self._manager is None or self._memory_dir is None or step == self._kept_step:
+            return
+        began = time.perf_counter()
+        with self._session.phase(Phase.CHECKPOINT):
+            kept = self._manager.keep(step, state(), samples=samples, fingerprint=fingerprint)
+        self._kept_step = step
+        if kept is not None:
+            sealing = self._seal_seconds if self._on_host else 0.0  # of the one before: on a processor of training's
+            self._memory_policy.kept(time.perf_counter() - began + sealing)
 
     def wait(self) -> bool:
         """Block until the newest save is settled; False when it is not committed (reported and logged)."""
         if self._manager is None:
             return True
-        with self._session.phase(Phase.CHECKPOINT):
+        with self._session.phase(Phase.CHECKPOINT, limit_seconds=self._hang_seconds):
             result = self._manager.wait(self._config.commit_timeout_seconds)
         return result is None or result.state == "committed"
 
@@ -160,6 +243,12 @@ class Saver:
         else:
             self._manager.wait(_SECONDS_FOR_COMMIT_AFTER_FAILURE)
         self._manager = None
+
+    def _on_sealed(self, sealed: Sealed) -> None:
+        """Called by the memory tier's thread."""
+        self._seal_seconds = sealed.seal_seconds
+        self._session.note(memory_step=sealed.step, memory_unix_time=sealed.unix_time)
+        self._session.count(memory_bytes_total=sealed.bytes)
 
     def _on_result(self, result: CommitResult) -> None:
         """Called by the manager's thread on every rank."""

@@ -83,7 +83,7 @@ class Session:
         self._saves_seen = self._progress.saves_requested if self._progress else 0
         self._stop_signalled = False
         self._saved_at = time.monotonic()
-        self._phase = Phase.STARTING
+        self._phase, self._phase_limit = Phase.STARTING, 0.0
         self._first_step = True
         self._update(
             pid=os.getpid(),
@@ -132,6 +132,25 @@ class Session:
     @property
     def checkpoint_every(self) -> Every | None:
         return self._environment.checkpoint_every
+
+    @property
+    def memory_dir(self) -> str | None:
+        """The agent's folder in shared memory, for a `checkpoints.MemoryTier`; None where there is none."""
+        return self._environment.memory_dir
+
+    @property
+    def memory_every(self) -> int | None:
+        """Steps between two checkpoints in memory, as --memory-every says."""
+        return self._environment.memory_every
+
+    @property
+    def memory_rank(self) -> int:
+        """This worker among the `local_world_size` that share `memory_dir`."""
+        return self._environment.memory_rank
+
+    @property
+    def local_world_size(self) -> int:
+        return self._environment.local_world_size
 
     @property
     def allow_fresh_start(self) -> bool:
@@ -198,7 +217,13 @@ class Session:
         if self._progress is not None:
             stop = stop or self._progress.drain_requested
             save = save or self._progress.saves_requested != self._saves_seen
-        return self._channel.begin((stop or self._stop_signalled, save, busy, error), sums, self._after_agreement)
+        flags = (stop or self._stop_signalled, save, busy, error)
+        return self._channel.begin(flags, sums, self._after_agreement, self._waits)
+
+    def _waits(self, begins: bool) -> None:
+        """A wait for the other ranks begins or ends. The phase of waiting says so itself."""
+        if self._phase is not Phase.COMM_EXPOSED:
+            self._update(waits=int(begins), progressed_at=time.monotonic())
 
     def _after_agreement(self, agreement: Agreement) -> None:
         if agreement.save:
@@ -251,10 +276,11 @@ class Session:
         """Say that `step` was applied, with any fields of `elastic.progress.Progress`."""
         if self._progress is None:
             return
+        now = time.monotonic()
         if self._first_step:
             self._first_step = False
-            fields = {"first_step_at": time.monotonic(), **fields}
-        self._progress.update(step=step, **fields)
+            fields = {"first_step_at": now, **fields}
+        self._progress.update(step=step, progressed_at=now, **fields)
 
     def count(self, **amounts: float) -> None:
         """Increase counters of the progress block."""
@@ -265,20 +291,29 @@ class Session:
         """Set fields of the progress block other than the step."""
         self._update(**fields)
 
-    def enter_phase(self, phase: Phase, **fields: float) -> None:
-        """Say what the worker does from now on."""
-        self._phase = phase
-        self._update(phase=phase, phase_since=time.monotonic(), **fields)
+    def beat(self) -> None:
+        """The training thread gets on. For what takes long between two steps: --hang-timeout counts from here."""
+        self._update(progressed_at=time.monotonic())
+
+    def enter_phase(self, phase: Phase, *, limit_seconds: float = 0.0, **fields: float) -> None:
+        """Say what the worker does from now on, and for how long without a sign of progress that is no hang.
+
+        Without a limit it is --hang-timeout, and ten times that in a phase that may take long: a checkpoint, an
+        evaluation, a compilation.
+        """
+        now = time.monotonic()
+        self._phase, self._phase_limit = phase, limit_seconds
+        self._update(phase=phase, phase_since=now, progressed_at=now, phase_limit=limit_seconds, **fields)
 
     @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
+    def phase(self, phase: Phase, *, limit_seconds: float = 0.0) -> Iterator[None]:
         """Say what the worker does inside, and that it is back at what it did before."""
-        before = self._phase
-        self.enter_phase(phase)
+        before, limit_before = self._phase, self._phase_limit
+        self.enter_phase(phase, limit_seconds=limit_seconds)
         try:
             yield
         finally:
-            self.enter_phase(before)
+            self.enter_phase(before, limit_seconds=limit_before)
 
     def drained(self, step: int) -> None:
         """The stop step is saved and this worker leaves on request; it should exit with 0."""

@@ -24,6 +24,11 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Ten
     return names
 
 
+def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each rank has only a part of the optimizer's state. By name: the import costs a second."""
+    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+
+
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """{"state": {parameter: {key: value}}, "groups": [{option: value, "params": [parameter]}]}; nothing is copied."""
     names = _names(model, optimizer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ from elastic.training.assembly import check_world, choose_device, make_data, mak
 from elastic.training.batching import MicroBatch, StepPlan
 from elastic.training.evaluation import Evaluator
 from elastic.training.loader import Key, Stream
+from elastic.training.memory_policy import SLOTS
+from elastic.training.pace import Pace
 from elastic.training.precision import Stepper, UpdateResult, power_of_two_near
 from elastic.training.replica import Replica
 from elastic.training.reporting import Reporter, StepOutcome
@@ -30,6 +32,7 @@ from elastic.training.saving import Saver
 from elastic.training.schedule import LearningRate
 from elastic.training.session import Session
 from elastic.training.session import session as current_session
+from elastic.training.state import is_sharded
 from elastic.training.task import AppliedStep, Evaluation, Task, checked_weight, collate_of
 from elastic.training.trainer_config import TrainerConfig
 from elastic.training.training_state import Counters, Trainee, capture, put_back
@@ -105,13 +108,22 @@ class Trainer:
             self._optimizer, precision=config.precision, clip_norm=config.grad_clip_norm, device=self._device
         )
         self._trainee = Trainee(task=task, config=config, model=model, optimizer=self._optimizer, stepper=self._stepper)
-        self._saver = stack.enter_context(Saver(config, session, storage=self._storage))
+        self._saver = stack.enter_context(
+            Saver(
+                config,
+                session,
+                storage=self._storage,
+                sharded=is_sharded(self._optimizer),
+                on_host=self._device.type == "cpu",
+            )
+        )
         self._saver.open()
         restored = self._saver.restore(like={"model": dict(model.state_dict())}, fingerprint=self._data.fingerprint)
         if restored is not None:
             self._at = put_back(self._trainee, restored.state)
         self._base_step = self._at.step
         self._replica = stack.enter_context(closing(self._make_replica(model)))
+        self._pace = Pace(config, session, base_step=self._base_step, compute=self._replica.compute)
         self._reporter = Reporter(task, session, self._data.sampler, self._replica)
         evaluation_data = task.evaluation_dataset() if config.evaluate_every else None
         self._evaluator = (
@@ -154,7 +166,7 @@ class Trainer:
 
     def _micro_batches(self, plan: StepPlan) -> tuple[MicroBatch, ...]:
         """What this rank runs of a step: its share, or without one the step's first, which then does not count."""
-        return plan.share(self._session.rank, self._session.world_size) or plan.micro_batches[:1]
+        return self._pace.share(plan) or plan.micro_batches[:1]
 
     def _keys(self) -> Iterator[list[Key]]:
         """Of each micro-batch to come, its items. Runs ahead of training, so it keeps a sampler of its own."""
@@ -210,9 +222,12 @@ class Trainer:
         read before the update, so that all act on the same numbers after the same step.
         """
         session, replica, micro_batches = self._session, self._replica, self._micro_batches(plan)
-        share = plan.share(session.rank, session.world_size)
+        share = self._pace.share(plan)
         losses, weight_sum, tokens = [], 0.0, 0
-        replica.begin_step()
+        if plan.step == self._base_step + 2:
+            with session.phase(Phase.COMM_EXPOSED):
+                replica.rebuild_buckets()
+        replica.begin_step(len(micro_batches))
         for i, micro in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
             session.enter_phase(Phase.DATA, micro_step=i)
@@ -228,15 +243,26 @@ class Trainer:
                     pending = session.begin_agree(
                         save=self._saver.policy.clock_says_save(),
                         busy=self._saver.busy,
-                        sums=(weight_sum, sum(map(float, losses)), tokens, replica.buffers_changed()),
+                        sums=(
+                            weight_sum,
+                            sum(map(float, losses)),
+                            tokens,
+                            replica.buffers_changed(),
+                            *self._saver.contribution(),
+                            *self._pace.contribution(plan.step),
+                        ),
                     )
                 replica.backward(self._stepper.scaled(loss, 1 / self._at.nominal_weight), counts=counts, last=last)
         agreement = pending.wait()
-        weight_sum, loss_sum, all_tokens, buffers_changed = agreement.sums
+        session.enter_phase(Phase.OPTIMIZER)  # until the next step, or what comes between
+        weight_sum, loss_sum, all_tokens, buffers_changed, *more = agreement.sums
+        memory_sums, rank_seconds = more[:SLOTS], more[SLOTS:]
         rate, result = self._update(weight_sum)
         if buffers_changed:
-            replica.broadcast_buffers()
+            with session.phase(Phase.COMM_EXPOSED):
+                replica.broadcast_buffers()
         self._advance(plan, applied=result.applied, tokens=int(all_tokens))
+        self._pace.stepped(plan, rank_seconds)
         self._loss = loss_sum / weight_sum if weight_sum > 0 else float("nan")
         outcome = StepOutcome(
             plan=plan,
@@ -247,6 +273,7 @@ class Trainer:
             update=result,
             seconds=time.perf_counter() - began,
         )
+        self._saver.heard(memory_sums, outcome.seconds)
         self._reporter.tell(outcome, self._at)
         return agreement
 
@@ -255,8 +282,7 @@ class Trainer:
         rate = self._rate.set(self._at.updates)
         if weight <= 0:
             return rate, UpdateResult(grad_norm=float("nan"), applied=False)
-        with self._session.phase(Phase.OPTIMIZER):
-            result = self._stepper.update(self._replica.gradients(), self._at.nominal_weight / weight)
+        result = self._stepper.update(self._replica.gradients(), self._at.nominal_weight / weight)
         if not result.applied and not self._stepper.has_scaler and self._config.nonfinite == "raise":
             raise NonFiniteGradientError(
                 f"the gradient of step {self._at.step + 1} has norm {result.grad_norm}; look at the loss and the data "
@@ -279,6 +305,8 @@ class Trainer:
         """What is due after this step; True when a stop was agreed on during the evaluation."""
         if self._saver.policy.decide(self._at.step, asked=agreement.save, busy=agreement.busy):
             self._save()
+        else:
+            self._save(self._saver.keep_if_due)
         if self._evaluator is None or self._at.step % (self._config.evaluate_every or 1):
             return False
         with self._session.phase(Phase.EVALUATION):
@@ -290,8 +318,9 @@ class Trainer:
             self._task.on_evaluation(outcome.evaluation)
         return outcome.stop
 
-    def _save(self) -> None:
-        self._saver.save(
+    def _save(self, save: Callable[..., None] | None = None) -> None:
+        """Save, or what else is to be done with the state as it is now."""
+        (save or self._saver.save)(
             self._at.step,
             lambda: capture(self._trainee, self._at),
             samples=self._at.position.samples,

@@ -16,6 +16,7 @@ Compression = Literal["none", "fp16", "bf16", "powersgd"]
 Schedule = Literal["constant", "cosine", "linear"]
 LrScaling = Literal["none", "linear", "sqrt"]
 Nonfinite = Literal["raise", "skip"]
+Balance = Literal["even", "speed"]
 StartMethod = Literal["fork", "spawn", "forkserver"]
 
 
@@ -48,6 +49,11 @@ class TrainerConfig:
     compile: bool = False  # torch.compile
     compile_backend: str = "inductor"
 
+    # Who runs what.
+    balance: Balance = "even"  # speed = a rank's share of a step follows its speed; not bit-reproducible then
+    speed_every: int = 50  # steps between two comparisons of the ranks' speeds
+    straggler_factor: float = 1.5  # a rank that takes so many times the median for a micro-batch is reported
+
     # Data.
     loader_workers: int = 0  # processes that fetch items ahead; 0 = in the training process
     loader_prefetch: int = 2  # micro-batches ahead per loader worker
@@ -75,6 +81,7 @@ class TrainerConfig:
     checkpoint_keep_last: int = 3
     checkpoint_keep_every: int | None = None  # also keep each checkpoint whose step divides by this
     commit_timeout_seconds: float = 600.0
+    memory_every: int | None = None  # steps between two checkpoints in memory; None = as often as costs 1 % at most
     allow_fresh_start: bool = False  # begin at step 0 although there are checkpoints and none is good
 
     def __post_init__(self) -> None:
@@ -92,6 +99,7 @@ class TrainerConfig:
             "schedule": Schedule,
             "lr_scaling": LrScaling,
             "nonfinite": Nonfinite,
+            "balance": Balance,
         }
         for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
@@ -105,6 +113,7 @@ class TrainerConfig:
         at_least_one = (
             "global_batch_size", "micro_batch_size", "steps", "epochs", "evaluate_every", "evaluation_batch_size",
             "reference_batch_size", "powersgd_rank", "loader_prefetch", "checkpoint_keep_last", "checkpoint_keep_every",
+            "speed_every", "memory_every",
         )  # fmt: skip
         optional = {field.name for field in dataclasses.fields(self) if field.default is None}
         for name in at_least_one:
@@ -121,6 +130,8 @@ class TrainerConfig:
         for name in ("loader_timeout_seconds", "collective_timeout_seconds", "commit_timeout_seconds"):
             if not _is_positive(getattr(self, name)):
                 raise UsageError(f"{name} is {getattr(self, name)!r}; give a number of seconds above 0")
+        if not _is_positive(self.straggler_factor) or self.straggler_factor <= 1:
+            raise UsageError(f"straggler_factor is {self.straggler_factor!r}; give a number above 1")
         if not 0.0 <= self.final_lr_ratio <= 1.0:
             raise UsageError(f"final_lr_ratio is {self.final_lr_ratio!r}; give a number from 0 to 1")
 
@@ -139,6 +150,8 @@ class TrainerConfig:
             )
         if self.steps is not None and self.warmup_steps > self.steps:
             raise UsageError(f"warmup_steps {self.warmup_steps} is more than steps {self.steps}; warm up for less")
+        if self.balance == "speed" and self.static_graph:
+            raise UsageError("balance 'speed' may deal several micro-batches to a rank: static_graph forbids that")
         if self.checkpoint_every is not None:
             parse_every(self.checkpoint_every, name="checkpoint_every")
         if self.parallel != "ddp" and self.compression != "none":

@@ -1,10 +1,14 @@
-"""The child's entry point leaves a process as `python script.py` and `python -m module` would."""
+"""The child's entry point leaves a process as `python script.py` and `python -m module` would, started cold or warm.
+
+The warm ones here have no torch to import, which makes them quick; `test_standby.py` has a few real ones.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,26 +33,44 @@ print(json.dumps({
 """
 
 
-def start(folder: Path, kind: str, target: str, *args: str, **fields: Any) -> subprocess.Popen[str]:
-    receiving, sending = os.pipe()
+@pytest.fixture(params=["cold", "warm"])
+def start_as(request: pytest.FixtureRequest) -> str:
+    """How the process gets its start message."""
+    return str(request.param)
+
+
+def start(
+    folder: Path, kind: str, target: str, *args: str, start_as: str = "cold", **fields: Any
+) -> subprocess.Popen[str]:
+    ours, theirs = socket.socketpair()
+    environ = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
+    if start_as == "warm":
+        (folder / "no-torch").mkdir()
+        write(folder / "no-torch", "torch.py", "raise ImportError('not here')")
+        environ["PYTHONPATH"] = str(folder / "no-torch")
     process = subprocess.Popen(
-        [sys.executable, "-u", standby.__file__, str(receiving), target, *args],
-        pass_fds=(receiving,),
+        [sys.executable, "-u", standby.__file__, str(theirs.fileno()), target, *args],
+        pass_fds=(theirs.fileno(),),
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")},
+        env=environ,
     )
-    os.close(receiving)
+    theirs.close()
+    ours.settimeout(30)
     message = {"kind": kind, "target": target, "args": list(args), "environ": {}, "cwd": "", "umask": 0o022}
-    with os.fdopen(sending, "w") as pipe:
-        json.dump({**message, "stdout": "", "stderr": "", **fields}, pipe)
+    with ours:
+        if start_as == "warm":
+            ours.sendall(json.dumps({"kind": kind, "target": target, "preload": []}).encode() + b"\n")
+            assert json.loads(ours.recv(4096)) == {}
+        start = {**message, "stdout": "", "stderr": "", "shown": [target, *args], **fields}
+        ours.sendall(json.dumps(start).encode() + b"\n")
     return process
 
 
-def run(folder: Path, kind: str, target: str, *args: str) -> tuple[int, str, str]:
-    process = start(folder, kind, target, *args)
+def run(folder: Path, kind: str, target: str, *args: str, start_as: str = "cold") -> tuple[int, str, str]:
+    process = start(folder, kind, target, *args, start_as=start_as)
     out, err = process.communicate(timeout=30)
     return process.returncode, out, err
 
@@ -58,6 +80,12 @@ def plain(folder: Path, *args: str) -> tuple[int, str, str]:
         [sys.executable, "-u", *args], cwd=folder, capture_output=True, text=True, timeout=30, check=False
     )
     return done.returncode, done.stdout, done.stderr
+
+
+def as_plain(found: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Without what only the warm start of this file brings along."""
+    path = [entry for entry in found["path"] if entry != str(folder / "no-torch")]
+    return {**found, "path": path, "ours": None}
 
 
 @pytest.fixture
@@ -72,16 +100,18 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("target", ["script.py", "pkg/inner.py", "./pkg/../script.py", "pkg"])
-def test_a_script_finds_what_python_would_give_it(folder: Path, target: str) -> None:
+def test_a_script_finds_what_python_would_give_it(folder: Path, target: str, start_as: str) -> None:
     expected = json.loads(plain(folder, target, "-x", "1")[1])
-    code, out, err = run(folder, "script", target, "-x", "1")
+    code, out, err = run(folder, "script", target, "-x", "1", start_as=start_as)
     assert code == 0, err
     found = json.loads(out)
     if target == "pkg":  # a folder is run by runpy, which puts it first on the path but keeps a package name of its own
-        for key in ("name", "argv", "helper", "ours"):
+        for key in ("name", "argv", "helper"):
             assert found[key] == expected[key]
     else:
-        assert found == expected
+        assert as_plain(found, folder) == as_plain(expected, folder)
+    if start_as == "cold":
+        assert found["ours"] == []
 
 
 def test_a_script_by_absolute_path_too(folder: Path) -> None:
@@ -90,11 +120,11 @@ def test_a_script_by_absolute_path_too(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pkg.inner", "pkg", "script"])
-def test_a_module_finds_what_python_would_give_it(folder: Path, name: str) -> None:
+def test_a_module_finds_what_python_would_give_it(folder: Path, name: str, start_as: str) -> None:
     expected = json.loads(plain(folder, "-m", name, "-x", "1")[1])
-    code, out, err = run(folder, "module", name, "-x", "1")
+    code, out, err = run(folder, "module", name, "-x", "1", start_as=start_as)
     assert code == 0, err
-    assert json.loads(out) == expected
+    assert as_plain(json.loads(out), folder) == as_plain(expected, folder)
 
 
 @pytest.mark.parametrize(
@@ -113,10 +143,10 @@ def test_a_module_finds_what_python_would_give_it(folder: Path, name: str) -> No
         "raise KeyboardInterrupt",
     ],
 )
-def test_a_script_ends_as_under_python(tmp_path: Path, body: str) -> None:
+def test_a_script_ends_as_under_python(tmp_path: Path, body: str, start_as: str) -> None:
     write(tmp_path, "script.py", body)
     expected_code, expected_out, expected_err = plain(tmp_path, "script.py")
-    code, out, err = run(tmp_path, "script", "script.py")
+    code, out, err = run(tmp_path, "script", "script.py", start_as=start_as)
     assert (code, out) == (130 if expected_code == -signal.SIGINT else expected_code, expected_out)
     assert err == expected_err
 
@@ -135,9 +165,9 @@ def test_a_missing_script_or_module_is_an_error_that_names_it(tmp_path: Path) ->
         assert "nowhere" in err
 
 
-def test_an_exception_lands_in_torchs_error_file(tmp_path: Path) -> None:
+def test_an_exception_lands_in_torchs_error_file(tmp_path: Path, start_as: str) -> None:
     write(tmp_path, "script.py", "def f():\n    raise ValueError('boom')\nf()")
-    run(tmp_path, "script", "script.py")
+    run(tmp_path, "script", "script.py", start_as=start_as)
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert message["message"] == "ValueError: boom"
     assert 'script.py", line 3, in <module>' in message["extraInfo"]["py_callstack"]
@@ -153,15 +183,17 @@ def test_what_torchs_record_has_written_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "error.json").read_text() == "kept"
 
 
-def test_no_message_means_not_needed_any_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [b"", b'{"kind": "scr'])
+def test_no_whole_message_means_not_needed_any_more(text: bytes) -> None:
     receiving, sending = os.pipe()
     process = subprocess.Popen([sys.executable, standby.__file__, str(receiving)], pass_fds=(receiving,))
     os.close(receiving)
+    os.write(sending, text)
     os.close(sending)
     assert process.wait(10) == 0
 
 
-def test_spawned_children_can_unpickle_what_the_script_defines(tmp_path: Path) -> None:
+def test_spawned_children_can_unpickle_what_the_script_defines(tmp_path: Path, start_as: str) -> None:
     """As a DataLoader with spawn does with the user's dataset."""
     write(
         tmp_path,
@@ -182,8 +214,23 @@ if __name__ == "__main__":
     process.join()
 """,
     )
-    code, out, err = run(tmp_path, "script", "script.py")
+    code, out, err = run(tmp_path, "script", "script.py", start_as=start_as)
     assert (code, out.strip()) == (0, "49"), err
+
+
+@pytest.mark.parametrize("name", ["json", "queue", "elastic", "checkpoints", "traceback"])
+def test_a_module_beside_the_script_is_what_its_name_means_there(tmp_path: Path, name: str, start_as: str) -> None:
+    """Whatever the entry point, or a standby, has imported under that name for itself."""
+    write(tmp_path, f"{name}.py", "MINE = True")
+    write(tmp_path, "script.py", f"import {name}; print({name}.MINE)")
+    assert plain(tmp_path, "script.py")[1] == "True\n"
+    assert run(tmp_path, "script", "script.py", start_as=start_as)[:2] == (0, "True\n")
+
+
+def test_a_folder_beside_the_script_shadows_no_module(tmp_path: Path, start_as: str) -> None:
+    (tmp_path / "json").mkdir()
+    write(tmp_path, "script.py", "import json; print(json.loads('1'))")
+    assert run(tmp_path, "script", "script.py", start_as=start_as)[:2] == (0, "1\n")
 
 
 def test_stacks_come_on_sigquit_and_logs_reopen_on_sighup(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """The script whose recovery is timed, the same under torchrun and under elasticd: plain DDP, saved by torch.save.
 
-    recovery_script.py FOLDER
+    recovery_script.py FOLDER MEGABYTES [session]
 
-Each rank appends one line per step to FOLDER/times: attempt, rank, step, CLOCK_MONOTONIC seconds.
+Each rank appends one line per step to FOLDER/times: attempt, rank, step, CLOCK_MONOTONIC seconds. With `session` it
+also tells the agent where it is, so that the incident has all its phases.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,31 +20,45 @@ from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 1_000_000
 STEP_SECONDS = 0.01
+SAVE_EVERY = 10
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, megabytes = Path(sys.argv[1]), float(sys.argv[2])
+    session: Any = None
+    if "session" in sys.argv:
+        import elastic
+
+        session = elastic.session()
     torch.manual_seed(0)
     dist.init_process_group("gloo")
-    model = DistributedDataParallel(torch.nn.Linear(1600, 1600))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    width = int((megabytes * 1e6 / 4) ** 0.5)
+    network = torch.nn.Linear(width, width)
     saved = folder / "state.pt"
     first = 0
+    began = time.monotonic()
     if saved.exists():
-        state = torch.load(saved)
-        model.load_state_dict(state["model"])
+        state = torch.load(saved, mmap=True)
+        network.load_state_dict(state["model"])
         first = state["step"]
+    if session:
+        session.note(restore_began_at=began, restore_ended_at=time.monotonic())
+        session.enter_loop(step=first, base_step=first)
+    model = DistributedDataParallel(network, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     times = os.open(folder / "times", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for step in range(first + 1, STEPS):
         optimizer.zero_grad()
-        model(torch.randn(4, 1600)).square().mean().backward()
+        model(torch.randn(4, width)).square().mean().backward()
         optimizer.step()
         time.sleep(STEP_SECONDS)
+        if session:
+            session.report(step=step)
         os.write(times, f"{attempt} {dist.get_rank()} {step} {time.monotonic()}\n".encode())
-        if step % 10 == 0:
+        if step % SAVE_EVERY == 0:
             if dist.get_rank() == 0:
-                torch.save({"model": model.state_dict(), "step": step}, saved.with_suffix(".new"))
+                torch.save({"model": network.state_dict(), "step": step}, saved.with_suffix(".new"))
                 saved.with_suffix(".new").replace(saved)
             dist.barrier()
 

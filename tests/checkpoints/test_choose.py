@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
-from checkpoints.choose import Candidate, Choice, Offer, choose, voiding_round
+from checkpoints.choose import Candidate, Choice, Homes, Offer, choose, find_homes, voiding_round
 from checkpoints.retention import Kept, removable
 from checkpoints.rounds import frontier
 
@@ -37,13 +38,13 @@ def test_newest_state_of_the_line_is_chosen(
 ) -> None:
     states = [state(*candidate) for candidate in candidates]
     for order in itertools.permutations(states):
-        choice = choose([offer(*order, rounds=rounds)], {}, (0,))
+        choice = choose([offer(*order, rounds=rounds)], {}, Homes(disk=(0,)))
         assert (choice.chosen and (choice.chosen.round, choice.chosen.step)) == chosen
 
 
 def test_struck_candidate_gives_way_to_the_next_older_of_the_line_with_its_reason() -> None:
     seen = [offer(state(1, 0, 10), state(1, 0, 20), state(2, 10, 15))]
-    choice = choose(seen, {"r2s15": "damaged"}, (0,))
+    choice = choose(seen, {"r2s15": "damaged"}, Homes(disk=(0,)))
     assert choice.chosen == state(1, 0, 10)
     assert choice.skipped == (
         ("step-000000000015", "damaged"),
@@ -53,7 +54,7 @@ def test_struck_candidate_gives_way_to_the_next_older_of_the_line_with_its_reaso
 
 def test_of_a_shared_directory_only_what_every_rank_sees_is_eligible_and_the_blind_are_named() -> None:
     both, one = state(1, 0, 10), state(1, 0, 20)
-    choice = choose([offer(both, one), offer(both), offer(both)], {}, (0, 0, 0))
+    choice = choose([offer(both, one), offer(both), offer(both)], {}, Homes(disk=(0, 0, 0)))
     assert choice.chosen == both
     assert "not readable by rank 1, 2" in choice.skipped[0][1]
 
@@ -61,23 +62,23 @@ def test_of_a_shared_directory_only_what_every_rank_sees_is_eligible_and_the_bli
 def test_what_one_home_has_whole_is_eligible_for_all() -> None:
     both, one = state(1, 0, 10), state(1, 0, 20)
     offers = [offer(both), offer(both), offer(both, one), offer(both, one)]
-    assert choose(offers, {}, (0, 0, 2, 2)) == Choice(chosen=one, skipped=())
+    assert choose(offers, {}, Homes(disk=(0, 0, 2, 2))) == Choice(chosen=one, skipped=())
     offers[3] = offer(both)  # it does not see what rank 2 of the same home sees
-    choice = choose(offers, {}, (0, 0, 2, 2))
+    choice = choose(offers, {}, Homes(disk=(0, 0, 2, 2)))
     assert choice.chosen == both
     assert "not readable by rank 0, 1, 3" in choice.skipped[0][1]
 
 
 def test_same_step_of_another_commit_is_another_state() -> None:
     mine, other = state(1, 0, 10), Candidate(name="step-000000000010", commit="x", round=1, base_step=0, step=10)
-    assert choose([offer(mine), offer(other)], {}, (0, 0)).chosen is None
-    assert choose([offer(mine), offer(other)], {"x": "damaged"}, (0, 1)).chosen == mine
+    assert choose([offer(mine), offer(other)], {}, Homes(disk=(0, 0))).chosen is None
+    assert choose([offer(mine), offer(other)], {"x": "damaged"}, Homes(disk=(0, 1))).chosen == mine
 
 
 def test_evidence_of_any_rank_counts() -> None:
     offers = [offer(state(1, 0, 20)), offer(state(1, 0, 20), rounds=((2, 10),))]
-    assert choose(offers, {}, (0, 0)).chosen is None
-    assert choose(offers, {}, (0, 1)).chosen is None
+    assert choose(offers, {}, Homes(disk=(0, 0))).chosen is None
+    assert choose(offers, {}, Homes(disk=(0, 1))).chosen is None
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -116,3 +117,58 @@ def test_retention_keeps_the_last_the_every_and_the_unverified(
 def test_retention_counts_by_round_before_step() -> None:
     steps = [kept(30, round_=1), kept(20, round_=2), kept(25, round_=2)]
     assert removable(steps, keep_last=2, keep_every=None) == ["30"]
+
+
+def in_memory(round_: int, base_step: int, step: int) -> Candidate:
+    found = state(round_, base_step, step)
+    return dataclasses.replace(found, name=f"{found.name} in memory", commit=f"m{found.commit}", tier="memory")
+
+
+@pytest.mark.parametrize(
+    ("disk", "memory", "rounds", "chosen"),
+    [
+        (((1, 0, 10),), ((1, 0, 12),), (), in_memory(1, 0, 12)),
+        (((1, 0, 10),), ((1, 0, 10),), (), in_memory(1, 0, 10)),  # a tie: no disk is read
+        (((2, 8, 9),), ((1, 0, 12),), (), state(2, 8, 9)),  # kept by a node that was away
+        (((1, 0, 10),), ((1, 0, 12),), ((2, 10),), state(1, 0, 10)),
+        (((1, 0, 10),), ((2, 10, 11), (1, 0, 12)), (), in_memory(2, 10, 11)),
+        (((1, 0, 10),), ((2, 12, 13),), ((2, 12),), in_memory(2, 12, 13)),  # a round that began above the disk's newest
+        (((1, 0, 10),), (), ((2, 12),), state(1, 0, 10)),  # and lost its memory
+        ((), ((1, 0, 12),), ((2, 0),), None),
+    ],
+)
+def test_memory_obeys_the_line_of_descent_and_wins_a_tie(
+    disk: tuple[tuple[int, int, int], ...],
+    memory: tuple[tuple[int, int, int], ...],
+    rounds: tuple[tuple[int, int], ...],
+    chosen: Candidate | None,
+) -> None:
+    states = [*(state(*each) for each in disk), *(in_memory(*each) for each in memory)]
+    for order in itertools.permutations(states):
+        seen = [dataclasses.replace(offer(*order, rounds=rounds), node="a")]
+        assert choose(seen, {}, find_homes(seen, (0,), writable=True)).chosen == chosen
+
+
+def test_what_one_node_has_in_memory_serves_all_and_directory_and_memory_have_homes_of_their_own() -> None:
+    """Four ranks on two nodes share a directory; the nodes do not share their memory."""
+    kept = in_memory(1, 0, 12)
+    seen = [dataclasses.replace(offer(state(1, 0, 10)), node=node) for node in "aabb"]
+    seen[2:] = [dataclasses.replace(each, candidates=(*each.candidates, kept)) for each in seen[2:]]
+    homes = find_homes(seen, (0, 0, 0, 0), writable=True)
+    assert homes == Homes(disk=(0, 0, 0, 0), memory=(0, 0, 2, 2))
+    assert choose(seen, {}, homes).chosen == kept
+    assert choose(seen, {kept.commit: "damaged"}, homes) == Choice(
+        chosen=state(1, 0, 10), skipped=((kept.name, "damaged"),)
+    )
+
+
+def test_rank_without_memory_is_sent_the_state_and_keeps_no_copy() -> None:
+    seen = [dataclasses.replace(offer(in_memory(1, 0, 12)), node="a"), offer()]
+    homes = find_homes(seen, (0, 1), writable=True)
+    assert (homes.memory, homes.keepless) == ((0, 1), frozenset({("memory", 1)}))
+
+
+@pytest.mark.parametrize(("disk", "refuse"), [((), False), (((1, 0, 10),), True)])
+def test_only_what_is_lost_on_disk_forbids_a_fresh_start(disk: tuple[tuple[int, int, int], ...], refuse: bool) -> None:
+    seen = [offer(*(state(*each) for each in disk), in_memory(1, 0, 12), rounds=((2, 0),))]
+    assert choose(seen, {}, Homes(disk=(0,), memory=(0,))).refuse is refuse

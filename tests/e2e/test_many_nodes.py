@@ -294,6 +294,19 @@ def test_a_frozen_node_is_left_out_and_comes_back_as_a_newcomer(make_nodes: Call
     assert not workers & b.processes()
 
 
+def test_a_newcomer_warms_its_standby_before_it_is_let_in(make_nodes: Callable[..., Nodes]) -> None:
+    nodes = make_nodes("warm", "--nnodes", "1:2", "--last-call", "0.5")
+    nodes.start("a")
+    nodes.wait_running(1)
+    (b,) = nodes.start("b", PET_STANDBY="1")
+    nodes.wait(lambda s: [w["reason"] for w in s["waiting"]] == ["it is getting ready"], "b")
+    nodes.wait_running(2)
+    warm, started = b.output.find(" is warm"), b.output.find("starting ranks")
+    assert 0 < warm < started, b.output
+    (pid,) = pids(nodes.wait(lambda s: s["workers"], "b"))
+    assert f"(pid {pid}) is warm" in b.output
+
+
 def test_what_needs_no_lease_to_end_does_not_wait_for_one(make_nodes: Callable[..., Nodes]) -> None:
     ttl = 60  # longer than an agent takes to start, whatever else runs
     nodes = make_nodes("prompt", "--nnodes", "1:2", "--lease-ttl", str(ttl))

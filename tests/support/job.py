@@ -50,10 +50,18 @@ def _as_user(user: int) -> tuple[str, ...]:
 
 
 class Job:
-    """One agent in a runtime directory and process group of its own; its output goes to a file."""
+    """One agent in a runtime directory and process group of its own; its output goes to a file.
+
+    Without standbys unless a test is about them: they import torch for seconds beside it.
+    """
 
     def __init__(
-        self, folder: Path, *args: str, environ: dict[str, str] | None = None, user: int | None = None
+        self,
+        folder: Path,
+        *args: str,
+        environ: dict[str, str] | None = None,
+        user: int | None = None,
+        standby: bool = False,
     ) -> None:
         self.mark = uuid.uuid4().hex
         self.folder = folder
@@ -61,8 +69,19 @@ class Job:
         self.runtime.mkdir(mode=0o700, exist_ok=True)
         if user is not None:
             os.chown(self.runtime, user, user)
+        shared_memory = folder / "shm"
+        shared_memory.mkdir(exist_ok=True)
+        shared_memory.chmod(0o1777)
         self.log = folder / f"agent-{self.mark[:6]}.log"
-        self.environ = {**os.environ, "RUNTIME_DIRECTORY": str(self.runtime), _MARK: self.mark, **(environ or {})}
+        quiet = {} if standby else {"PET_STANDBY": "0"}
+        self.environ = {
+            **os.environ,
+            "RUNTIME_DIRECTORY": str(self.runtime),
+            "ELASTICD_SHM_DIR": str(shared_memory),
+            _MARK: self.mark,
+            **quiet,
+            **(environ or {}),
+        }
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
                 [*(_as_user(user) if user is not None else ()), sys.executable, "-m", "elastic", "run", *args],

@@ -3,7 +3,8 @@
     training_script.py FOLDER [FAULTS]
 
 FAULTS is JSON: round number -> fault that rank 1 commits in that round at the first step it runs with an even number
-(`import` happens at import). A fault is one of import, step, loader, micro, segv.
+(`import` happens at import). A fault is one of import, step, loader, micro, segv; stop, sleep and spin hang, in the
+loss or in a loader worker; long takes long for an evaluation and for a save, and is slow at every micro-step.
 Files in FOLDER: `ledger` (a line per rank and step), `digest` (at the end), `now` (what rank 0 is doing).
 While there is a file `slow`, micro-steps take long, so that the training does not end before what the test waits for.
 """
@@ -43,6 +44,8 @@ STEPS = int(os.environ.get("TEST_STEPS", "30"))
 SLOW_SECONDS = float(os.environ.get("TEST_STEP_SECONDS", "0.01"))
 SLOWER_SECONDS = 0.2
 SAVE_SECONDS = float(os.environ.get("TEST_SAVE_SECONDS", "0"))  # that each shard takes longer
+LONG_SECONDS = 4.0
+STRAGGLING_SECONDS = 0.1
 
 
 class Items:
@@ -54,6 +57,8 @@ class Items:
     def __getitem__(self, index: int) -> torch.Tensor:
         if FAULT == "loader" and index % 5 == 0:
             raise RuntimeError(f"item {index} cannot be read")
+        if FAULT == "spin" and (FOLDER / "spin").exists():
+            spin()
         return torch.randn(6) + index / SAMPLES
 
 
@@ -63,6 +68,7 @@ class Job(Task):
         self.network: nn.Module | None = None
         self.step = 0
         self.losses_asked = 0
+        self.evaluated = self.saved = False
 
     def model(self) -> nn.Module:
         self.network = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1))
@@ -76,6 +82,8 @@ class Job(Task):
 
     def loss(self, model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
         time.sleep(SLOWER_SECONDS if (FOLDER / "slow").exists() else SLOW_SECONDS)
+        if FAULT == "long":
+            time.sleep(STRAGGLING_SECONDS)
         self.losses_asked += 1
         if self.losses_asked > 5:
             commit_fault(self.losses_asked)
@@ -86,8 +94,15 @@ class Job(Task):
 
     def evaluate(self, model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
         say("evaluation")
-        time.sleep(5 * SLOW_SECONDS)
+        time.sleep(LONG_SECONDS if FAULT == "long" and not self.evaluated else 5 * SLOW_SECONDS)
+        self.evaluated = True
         return (model(batch).squeeze(-1) - batch.sum(-1)).square().sum(), len(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        if FAULT == "long" and not self.saved:
+            time.sleep(LONG_SECONDS)
+        self.saved = True
+        return {}
 
     def on_step(self, step: AppliedStep) -> None:
         self.ledger.append(ledger_record(step))
@@ -104,6 +119,21 @@ def commit_fault(losses_asked: int) -> None:
         raise ValueError("broken at a step")
     if FAULT == "segv":
         ctypes.string_at(0)
+    if FAULT == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if FAULT == "sleep":
+        fall_asleep()
+    if FAULT == "spin":
+        (FOLDER / "spin").touch()
+
+
+def fall_asleep() -> None:
+    time.sleep(3600)
+
+
+def spin() -> None:
+    while True:
+        pass
 
 
 def say(what: str) -> None:

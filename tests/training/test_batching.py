@@ -51,7 +51,8 @@ def test_an_epoch_uses_each_position_once_and_leaks_nothing_into_the_next(size: 
 def test_micro_batches_of_a_step_do_not_depend_on_the_world_size() -> None:
     plan = Batching(dataset_size=100, global_batch_size=30, micro_batch_size=4).plan(Position())
     for world_size in (1, 2, 3, 5, 8, 20):
-        dealt = [m for rank in range(world_size) for m in plan.share(rank, world_size)]
+        deals = [deal(len(plan.micro_batches), rank, world_size) for rank in range(world_size)]
+        dealt = [m for start, stop in deals for m in plan.micro_batches[start:stop]]
         assert tuple(dealt) == plan.micro_batches
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -11,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from elastic import progress
 from elastic.progress import Outcome
-from elastic.training.environment import Every
-from elastic.training.saving import SavePolicy
+from elastic.training.environment import Every, WorkerEnvironment
+from elastic.training.saving import SavePolicy, Saver
+from elastic.training.session import Session
+from elastic.training.state import is_sharded
 from elastic.training.trainer import AppliedStep, Trainer, TrainerConfig
-from tests.support.ranks import run_ranks
+from tests.support.ranks import KILLED, run_ranks
 from tests.training.worlds import SentenceTask, make_session
 
 
@@ -201,3 +205,79 @@ def test_the_same_script_trains_under_plain_torchrun(tmp_path: Path) -> None:
     assert len(lines) == 2
     assert lines[0] == lines[1]
     assert (tmp_path / "kept" / "step-000000000003" / "shard-00001-of-00002.safetensors").exists()
+
+
+class Dying(SentenceTask):
+    """Rank 1 is killed once it has applied a step, in the middle of the next one."""
+
+    def __init__(self, step: int = 0) -> None:
+        super().__init__(size=64, optimizer="adam", dropout=0.3)
+        self.at = step
+
+    def on_step(self, step: AppliedStep) -> None:
+        super().on_step(step)
+        if step.rank == 1 and step.step == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _train_with_memory(
+    rank: int, world_size: int, store: Any, task: Dying, config: TrainerConfig, folder: str, round_: int
+) -> Any:
+    block = Path(folder) / f"block-{rank}"
+    progress.create(block)
+    session = make_session(
+        rank,
+        world_size,
+        store,
+        progress_path=str(block),
+        round=round_,
+        checkpoint_dir=str(Path(folder) / "kept") if config.checkpoint_every else None,
+        memory_dir=str(Path(folder) / "shm"),
+        memory_rank=rank,
+        local_world_size=world_size,
+        memory_every=1,
+    )
+    try:
+        Trainer(task, config, session=session).run()
+    except RuntimeError:
+        return None  # its peer was killed
+    told = progress.ProgressReader(block).read()
+    assert told is not None
+    return task.digests, [step.step for step in task.steps], told.base_step, told.memory_step, told.memory_bytes_total
+
+
+@pytest.mark.parametrize("checkpoint_every", [3, None])
+def test_a_killed_worker_costs_one_step_at_most_and_the_end_is_bit_equal(
+    tmp_path: Path, checkpoint_every: int | None
+) -> None:
+    config = TrainerConfig(
+        global_batch_size=8, micro_batch_size=2, steps=9, grad_clip_norm=1.0, checkpoint_every=checkpoint_every
+    )
+    (tmp_path / "straight").mkdir()
+    (tmp_path / "killed").mkdir()
+    straight, _ = run_ranks(2, _train_with_memory, Dying(), config, str(tmp_path / "straight"), 1)
+    digests, used = {}, []
+    for round_, dies_after in enumerate((5, 8, 0), start=1):
+        runs = run_ranks(
+            2, _train_with_memory, Dying(dies_after), config, str(tmp_path / "killed"), round_, may_die=True
+        )
+        if dies_after:
+            assert runs == [None, KILLED]
+            continue
+        digests = dict(zip(runs[0][1], runs[0][0], strict=True))
+        assert runs[0][2] in (7, 8)  # disk alone would give 6, or 0
+        assert runs[0][3] == 9
+        assert runs[0][4] > 0
+        used = runs[0][1]
+    assert digests[9] == straight[0][-1]
+    assert used == list(range(runs[0][2] + 1, 10))  # no step is left out
+
+
+def test_sharded_optimizer_is_said_not_to_be_kept(caplog: pytest.LogCaptureFixture) -> None:
+    kind = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    assert is_sharded(optimizer)
+    assert not is_sharded(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
+    session = Session(WorkerEnvironment(memory_dir="/nowhere"))
+    Saver(CONFIG, session, sharded=True)
+    assert "no node has it whole" in caplog.text

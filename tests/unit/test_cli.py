@@ -112,7 +112,6 @@ def test_version_and_help(elasticd: Any) -> None:
         (["checkpoints", "export", ".", "gone/x.safetensors"], "no directory '.*gone'"),
         (["checkpoints", "export", ".", "."], "is a directory"),
         (["run", "gone.py"], r"script 'gone\.py' does not exist"),
-        (["run", "--hang-timeout=3", "file"], "this version does not look for hung workers"),
     ],
     ids=lambda case: " ".join(case) if isinstance(case, list) else "",
 )

@@ -66,6 +66,13 @@ STOPPED = (-15, {"stopped_by_us": True})
         ({"workers": workers(LOST_PEER, "loop"), "settling_until": 100.5}, []),
         ({"workers": workers(LOST_PEER, "loop"), "settling_until": 99.5}, ["ANNOUNCE", "KILL"]),
         ({"workers": workers(LOST_PEER, 1, "loop"), "settling_until": 100.5}, ["ANNOUNCE", "KILL"]),
+        # a worker hangs: the stacks first
+        ({"workers": workers("loop", "loop"), "hung": True}, ["DUMP"]),
+        ({"workers": workers("loop", "loop"), "hung": True, "stacks_until": 100.5}, []),
+        ({"workers": workers("loop", LOST_PEER), "hung": True, "stacks_until": 100.5}, []),
+        ({"workers": workers("loop", "loop"), "hung": True, "stacks_until": 100.0}, ["ANNOUNCE", "KILL"]),
+        ({"workers": workers("loop", "loop"), "hung": True, "stacks_until": 99.0, "killed": True}, []),
+        ({"workers": workers("loop", "loop"), "hung": True, "asked": Asked.DRAIN}, ["DUMP"]),
         # all are gone
         ({"workers": workers(1, -9), "announced": True}, ["CLEAR", "JOIN"]),
         ({"workers": workers(1, 1)}, ["ANNOUNCE", "CLEAR", "JOIN"]),

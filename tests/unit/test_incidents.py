@@ -64,3 +64,13 @@ def test_reports_of_the_old_round_close_nothing() -> None:
 def test_without_a_session_only_what_the_agent_itself_saw_is_known() -> None:
     (shown,) = told().all([Progress(), Progress()])
     assert (shown.seconds.stop, shown.seconds.start, shown.seconds.total, shown.lost_steps) == (1.0, None, None, None)
+
+
+def test_without_a_session_the_next_failure_is_another_incident() -> None:
+    incidents, silent = told(), [Progress(), Progress()]
+    incidents.begin(cause="again", applied_step=-1, failed_at=150.0, now=150.5, reports=silent)
+    incidents.begin(cause="the same", applied_step=-1, failed_at=150.7, now=150.7, reports=silent)
+    incidents.stopped(151.0)
+    first, second = incidents.all(silent)
+    assert (first.cause, first.seconds.stop, first.seconds.total) == ("c", 1.0, None)
+    assert (second.cause, second.seconds.stop) == ("again", 0.5)

@@ -1,0 +1,211 @@
+"""One buffer of the memory tier: a file in shared memory that holds one local rank's share of one step.
+
+    0      head: magic, bytes of the text, place and bytes of the image, checksum of each, checksum of all that
+    4096   text: JSON, what this is a share of (`Text`); in writer 0's a second line for the whole state (`Words`)
+    ...    image: the shard file as it would lie on disk, from a page boundary
+
+The magic is cleared before anything else is touched and written after everything else. So a process that is killed at
+any instruction leaves a slot that is whole or one that says nothing, and never one that lies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from . import strict
+from .errors import CorruptCheckpointError
+from .manifest import CHECKSUM, TensorEntry
+from .staging import Buffer, prefault
+from .storage import PAGE_BYTES
+
+_MAGIC = b"elastm01"  # one aligned word: it is there or it is not
+_NOTHING = bytes(len(_MAGIC))
+_HEAD = struct.Struct("=8sQQQ16s16s")
+_SEAL = struct.Struct("=Q")
+FREE = (-1, -1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """Whose step this is; the same on all ranks of the job."""
+
+    run_id: str
+    incarnation: str
+    round: int
+    base_step: int
+    step: int
+    samples: int
+    fingerprint: str
+    world_size: int
+    nonce: str
+    unix_time: float
+
+    @property
+    def state(self) -> str:
+        """The same for all shares of one step that one manager kept."""
+        return f"{self.nonce}m{self.step}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """Which share of what. `digest` is of the state's form: shares of one state have the same."""
+
+    mark: Mark
+    writer: int
+    writers: int
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """All of a state that is not bytes of tensors. Parsed for the one state that is restored: it may be long."""
+
+    state: Any
+    tensors: tuple[TensorEntry, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A slot that is whole, as far as its head and text go; the image is verified by who reads it."""
+
+    path: Path
+    text: Text
+    words: bytes
+    image_start: int
+    image_bytes: int
+    checksum: str
+
+
+def slot_bytes(text_bytes: int, image_bytes: int) -> int:
+    """What a slot takes; without an image, where that begins."""
+    return PAGE_BYTES + -(-text_bytes // PAGE_BYTES) * PAGE_BYTES + image_bytes
+
+
+class Slot(Buffer):
+    """The writer's side."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.age = FREE  # (round, step) of what lies here, sealed or not
+        self.image = memoryview(b"")
+        self._text = b""
+        self._image_start = 0
+
+    def begin(self, mark: Mark, text: bytes, image_bytes: int) -> torch.Tensor:
+        """Forget what is here and make room; returns the memory of the image. Raises: OSError."""
+        self.image = memoryview(b"")
+        memory = self.allocate(slot_bytes(len(text), image_bytes))
+        self.clear()
+        self.age = (mark.round, mark.step)
+        self._text, self._image_start = text, slot_bytes(len(text), 0)
+        self._write(PAGE_BYTES, text)
+        self.image = self.view(image_bytes, self._image_start)
+        return memory[self._image_start :]
+
+    def seal(self) -> None:
+        """All bytes are there: from now on this is a whole share. Any thread."""
+        head = _HEAD.pack(
+            _MAGIC,
+            len(self._text),
+            self._image_start,
+            len(self.image),
+            xxhash.xxh3_128_digest(self._text),
+            xxhash.xxh3_128_digest(self.image),
+        )
+        seal = _SEAL.pack(xxhash.xxh3_64_intdigest(head))
+        self._write(len(_MAGIC), head[len(_MAGIC) :] + seal)
+        self._write(0, _MAGIC)
+
+    def clear(self) -> None:
+        """Say nothing any more."""
+        self._write(0, _NOTHING)
+        self.age = FREE
+
+    def _write(self, start: int, data: bytes) -> None:
+        with self.view(len(data), start) as place:
+            place[:] = data
+
+    def _open(self, size_bytes: int) -> mmap.mmap:
+        """What an earlier worker left in the file stays. Its pages are had before they are touched: no SIGBUS."""
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            size_bytes = max(size_bytes, os.fstat(descriptor).st_size // PAGE_BYTES * PAGE_BYTES)
+            os.posix_fallocate(descriptor, 0, size_bytes)
+            memory = mmap.mmap(descriptor, size_bytes)
+        finally:
+            os.close(descriptor)
+        prefault(memory)
+        return memory
+
+
+def read_slot(path: Path) -> Share | None:
+    """What lies in the slot; None while it says nothing.
+
+    Raises:
+        CorruptCheckpointError: it says something, and that is damaged.
+        OSError
+    """
+    with path.open("rb", buffering=0) as file:
+        raw = file.read(_HEAD.size + _SEAL.size)
+        if len(raw) < _HEAD.size + _SEAL.size or raw[: len(_MAGIC)] == _NOTHING:
+            return None
+        magic, text_bytes, start, image_bytes, text_sum, image_sum = _HEAD.unpack_from(raw)
+        sealed = _SEAL.unpack_from(raw, _HEAD.size)[0] == xxhash.xxh3_64_intdigest(raw[: _HEAD.size])
+        if magic != _MAGIC or not sealed:
+            raise CorruptCheckpointError(f"the head of {path} is damaged")
+        file.seek(PAGE_BYTES)
+        text = file.read(text_bytes)
+    if xxhash.xxh3_128_digest(text) != text_sum:
+        raise CorruptCheckpointError(f"the text of {path} is damaged")
+    line, _, words = text.partition(b"\n")
+    try:
+        parsed = strict.build(Text, strict.loads(line))
+    except ValueError as exc:
+        raise CorruptCheckpointError(f"the text of {path}: {exc}") from exc
+    return Share(
+        path=path,
+        text=parsed,
+        words=words,
+        image_start=start,
+        image_bytes=image_bytes,
+        checksum=CHECKSUM + image_sum.hex(),
+    )
+
+
+def parse_words(share: Share) -> Words:
+    """Raises: CorruptCheckpointError."""
+    try:
+        return strict.build(Words, strict.loads(share.words))
+    except ValueError as exc:
+        raise CorruptCheckpointError(f"the text of {share.path}: {exc}") from exc
+
+
+class Window(io.RawIOBase):
+    """A part of a file as a stream of its own."""
+
+    def __init__(self, path: Path, start: int, size_bytes: int) -> None:
+        self._file = path.open("rb", buffering=0)
+        self._at, self._left = start, size_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        view = memoryview(target).cast("B")[: self._left]
+        count = os.preadv(self._file.fileno(), [view], self._at) if len(view) else 0
+        self._at, self._left = self._at + count, self._left - count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

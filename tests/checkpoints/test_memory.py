@@ -1,0 +1,445 @@
+"""The memory tier: what is kept is whole at any instant, comes back bit by bit, and is not taken when damaged."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints.errors import CheckpointError, UnsupportedStateError
+from checkpoints.held import Whole, held_in
+from checkpoints.load import load
+from checkpoints.manager import CheckpointManager
+from checkpoints.memory import MemoryTier, Sealed
+from checkpoints.restore import Restored
+from checkpoints.slot import Mark
+from tests.checkpoints.support import assert_same, cut_state, flip_byte, small_state
+from tests.support.ranks import run_ranks
+
+
+def manager_of(
+    directory: Path | None,
+    folder: Path,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    store: Any = None,
+    nodes: int = 1,
+    **more: Any,
+) -> CheckpointManager:
+    """Ranks are dealt to nodes of equal size, each with a folder of its own."""
+    local = world // nodes
+    tier = MemoryTier(folder / f"node{rank // local}", local_rank=rank % local, local_world_size=local)
+    return CheckpointManager(directory, rank=rank, world_size=world, store=store, memory=tier, **more)
+
+
+def restored_by(manager: CheckpointManager, **more: Any) -> Restored:
+    restored = manager.restore(**more)
+    assert restored is not None
+    return restored
+
+
+def test_what_was_kept_comes_back_bit_by_bit_and_is_newer_than_the_disk(tmp_path: Path) -> None:
+    for number, state in enumerate([small_state(1), cut_state(2)]):
+        disk, folder = tmp_path / f"disk{number}", tmp_path / f"shm{number}"
+        manager = manager_of(disk, folder)
+        assert manager.restore() is None
+        manager.save(1, state)
+        for step in range(2, 6):
+            assert manager.keep(step, cut_state(step)) is not None
+        manager.keep(6, state, samples=48, fingerprint="data")
+        manager.close()
+        manager = manager_of(disk, folder)
+        restored = restored_by(manager, fingerprint="data", like=state)
+        assert (restored.step, restored.tier, restored.samples, restored.base_step) == (6, "memory", 48, 0)
+        assert_same(restored.state, state)
+        assert manager.round == 2
+        manager.close()
+
+
+def keep_some(rank: int, world: int, store: Any, disk: Path | None, folder: Path, nodes: int, steps: int) -> Any:
+    manager = manager_of(disk, folder, rank=rank, world=world, store=store, nodes=nodes)
+    restored = manager.restore()
+    began = 0 if restored is None else restored.step
+    if restored is not None:
+        assert_same(restored.state, cut_state(began))
+    for step in range(began + 1, began + steps + 1):
+        manager.keep(step, cut_state(step))
+    manager.close()
+    return began, restored and restored.tier
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_ranks_share_out_the_state_within_their_node_and_restore_it_at_another_world_size(
+    tmp_path: Path, nodes: int
+) -> None:
+    run_ranks(3, keep_some, tmp_path / "disk", tmp_path / "shm", nodes, 4)
+    assert run_ranks(2, keep_some, tmp_path / "disk", tmp_path / "shm", 1, 0) == [(4, "memory")] * 2
+
+
+def test_memory_alone_serves_without_a_directory_and_remembers_its_rounds(tmp_path: Path) -> None:
+    assert run_ranks(2, keep_some, None, tmp_path, 2, 3) == [(0, None)] * 2
+    assert run_ranks(2, keep_some, None, tmp_path, 2, 3) == [(3, "memory")] * 2
+    manager = manager_of(None, tmp_path)
+    assert manager.round == 3
+    with pytest.raises(CheckpointError, match="no directory to save to"):
+        manager.save(1, small_state(1))
+    manager.close()
+    with pytest.raises(CheckpointError, match="directory is None and memory as well"):
+        CheckpointManager(None)
+
+
+@pytest.mark.parametrize("lost", [(0,), (0, 1), (1, 2)])
+def test_nodes_that_come_empty_are_sent_what_one_survivor_holds(tmp_path: Path, lost: tuple[int, ...]) -> None:
+    run_ranks(3, keep_some, tmp_path / "disk", tmp_path / "shm", 3, 5)
+    for node in lost:
+        for path in (tmp_path / "shm" / f"node{node}").iterdir():
+            path.unlink()
+    assert run_ranks(3, keep_some, tmp_path / "disk", tmp_path / "shm", 3, 1) == [(5, "memory")] * 3
+    assert not list((tmp_path / "shm").glob("*/received-*"))
+
+
+def test_node_of_two_ranks_takes_what_it_is_sent_once_and_both_read_it(tmp_path: Path) -> None:
+    run_ranks(4, keep_some, tmp_path / "disk", tmp_path / "shm", 2, 2)
+    for path in (tmp_path / "shm" / "node1").iterdir():
+        path.unlink()
+    assert run_ranks(4, keep_some, tmp_path / "disk", tmp_path / "shm", 2, 1) == [(2, "memory")] * 4
+
+
+def loaded(whole: Whole) -> Any:
+    held = whole.open()
+    return load(held.files, held.path, held.manifest)
+
+
+def slots_by_step(folder: Path) -> dict[int, Path]:
+    """One share of each step that is whole in the folder."""
+    return {whole.mark.step: whole.shares[0].path for whole in held_in(folder, "")}
+
+
+def flip_image(path: Path) -> None:
+    flip_byte(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    ("steps_damaged", "expected"), [((), (6, "memory")), ((6,), (5, "memory")), ((5, 6), (3, "disk"))]
+)
+@pytest.mark.parametrize("position", ["head", "text", "image"])
+def test_damaged_memory_is_passed_over_for_the_next_older_state(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    steps_damaged: tuple[int, ...],
+    expected: tuple[int, str],
+    position: str,
+) -> None:
+    manager = manager_of(tmp_path / "disk", tmp_path)
+    manager.restore()
+    manager.save(3, cut_state(3))
+    manager.wait()
+    for step in (5, 6):
+        manager.keep(step, cut_state(step))
+    manager.close()
+    slots = slots_by_step(tmp_path / "node0")
+    for step in (3, *steps_damaged):  # what the disk has as well lies in memory too
+        if steps_damaged:
+            flip_byte(slots[step], {"head": 20, "text": 4200, "image": slots[step].stat().st_size // 2}[position])
+    manager = manager_of(tmp_path / "disk", tmp_path)
+    restored = restored_by(manager)
+    assert (restored.step, restored.tier) == expected
+    assert_same(restored.state, cut_state(restored.step))
+    assert "passed over" in caplog.text if steps_damaged else "passed over" not in caplog.text
+    manager.close()
+
+
+def test_damage_on_one_node_is_mended_by_another(tmp_path: Path) -> None:
+    run_ranks(2, keep_some, tmp_path / "disk", tmp_path / "shm", 2, 3)
+    flip_image(slots_by_step(tmp_path / "shm" / "node0")[3])
+    assert run_ranks(2, keep_some, tmp_path / "disk", tmp_path / "shm", 2, 1) == [(3, "memory")] * 2
+
+
+def test_memory_that_was_all_there_is_and_is_damaged_is_no_reason_to_refuse_a_start(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path / "disk", tmp_path)
+    manager.restore()
+    manager.keep(1, cut_state(1))
+    manager.close()
+    flip_image(slots_by_step(tmp_path / "node0")[1])
+    manager = manager_of(tmp_path / "disk", tmp_path)
+    assert manager.restore() is None
+    manager.close()
+
+
+def test_state_that_a_later_round_left_behind_is_void_in_memory_too(tmp_path: Path) -> None:
+    """A node that was away holds step 9 of round 1; round 2 went on from the disk's step 4."""
+    first = manager_of(tmp_path / "disk", tmp_path / "away")
+    first.restore()
+    first.save(4, cut_state(4))
+    first.wait()
+    first.keep(9, cut_state(9))
+    first.close()
+    second = manager_of(tmp_path / "disk", tmp_path / "here")
+    assert restored_by(second).step == 4
+    second.close()
+    third = manager_of(tmp_path / "disk", tmp_path / "away")
+    restored = restored_by(third)
+    assert (restored.step, restored.tier) == (4, "memory")
+    assert "void: round 2 started from step 4" in restored.skipped[0][1]
+    third.close()
+
+
+def test_round_from_a_step_above_the_disk_that_loses_its_memory_goes_back_to_the_disk(tmp_path: Path) -> None:
+    for folder, step in (("a", 0), ("a", 6), ("b", 4)):  # the third round finds other memory: the node is gone
+        manager = manager_of(tmp_path / "disk", tmp_path / folder)
+        restored = manager.restore()
+        assert (restored.step if restored else 0) == step
+        if not step:
+            manager.save(4, cut_state(4))
+            manager.wait()
+        manager.keep(step + 6, cut_state(step + 6))
+        manager.close()
+
+
+def test_commit_reads_the_copy_in_memory_while_steps_go_on_being_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = manager_of(tmp_path / "disk", tmp_path)
+    manager.restore()
+    for step in range(1, 4):
+        manager.keep(step, cut_state(step))
+    gate, write = threading.Event(), manager._storage.write
+    monkeypatch.setattr(manager._storage, "write", lambda *args: (gate.wait(20), write(*args)))
+    manager.save(4, cut_state(4))
+    with pytest.raises(ValueError, match="nothing is staged"):
+        manager._snapshotter.buffer.view(1)  # copied once
+    for step in range(5, 15):
+        manager.keep(step, cut_state(step))
+    assert sorted(slots_by_step(tmp_path / "node0"))[-2:] == [13, 14]
+    gate.set()
+    result = manager.wait()
+    assert result is not None
+    assert result.state == "committed"
+    manager.keep(15, cut_state(15))
+    manager.close()
+    alone = CheckpointManager(tmp_path / "disk")
+    restored = restored_by(alone)
+    assert restored.step == 4
+    assert_same(restored.state, cut_state(4))
+    alone.close()
+
+
+def test_keep_before_restore_and_what_cannot_be_stored_are_refused(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path / "disk", tmp_path)
+    with pytest.raises(CheckpointError, match="call restore"):
+        manager.keep(1, small_state(1))
+    manager.restore()
+    manager.keep(1, small_state(1))
+    with pytest.raises(UnsupportedStateError, match=r"state\['odd'\]"):
+        manager.keep(2, {"odd": object()})
+    manager.close()
+    assert sorted(slots_by_step(tmp_path / "node0")) == [1]
+
+
+def test_too_little_memory_is_said_once_with_sizes_and_saves_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[str] = []
+    tier = MemoryTier(tmp_path / "shm", on_failure=heard.append)
+    real = os.statvfs
+    monkeypatch.setattr(os, "statvfs", lambda path: _with_free(real(path), 1_000_000))
+    manager = CheckpointManager(tmp_path / "disk", memory=tier)
+    manager.restore()
+    for step in range(1, 4):
+        assert manager.keep(step, cut_state(step)) is None
+    manager.save(4, cut_state(4))
+    result = manager.wait()
+    assert result is not None
+    assert result.state == "committed"
+    manager.close()
+    assert len(heard) == caplog.text.count("checkpoints in memory are off") == 1
+    assert "needs 2 MB" in heard[0]
+    assert "0.9 MB can be had" in heard[0]
+    assert not list((tmp_path / "shm").glob("rank-*"))
+
+
+def _with_free(status: os.statvfs_result, free_bytes: int) -> os.statvfs_result:
+    fields = list(status)
+    fields[4] = free_bytes // status.f_frsize
+    return os.statvfs_result(fields)
+
+
+def test_two_slots_where_three_do_not_fit_and_the_commit_has_a_copy_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.statvfs
+    monkeypatch.setattr(os, "statvfs", lambda path: _with_free(real(path), 2_800_000))
+    manager = manager_of(tmp_path / "disk", tmp_path)
+    manager.restore()
+    for step in range(1, 6):
+        assert manager.save(step, cut_state(step))
+        manager.wait()
+    manager.close()
+    assert len(list((tmp_path / "node0").glob("rank-0-slot-*"))) == 2
+    assert sorted(slots_by_step(tmp_path / "node0")) == [4, 5]
+
+
+def test_memory_that_is_taken_by_others_in_between_is_no_death_by_sigbus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    manager = manager_of(tmp_path / "disk", tmp_path)
+    manager.restore()
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    assert manager.keep(1, cut_state(1)) is None
+    assert "No space left" in caplog.text
+    manager.close()
+
+
+def test_state_that_grows_and_changes_its_form_is_kept_all_the_same(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path / "disk", tmp_path)
+    manager.restore()
+    for step, state in enumerate([small_state(1), cut_state(2), {"w": torch.zeros(3)}, small_state(4)], start=1):
+        manager.keep(step, state)
+        manager.settle()
+        newest = max(held_in(tmp_path / "node0", ""), key=lambda whole: whole.mark.step)
+        assert_same(loaded(newest), state)
+    manager.close()
+
+
+# -- killed at any instant
+
+
+def tiers(folder: Path) -> list[MemoryTier]:
+    return [MemoryTier(folder, local_rank=rank, local_world_size=2) for rank in range(2)]
+
+
+def mark(step: int) -> Mark:
+    return Mark(
+        run_id="", incarnation="", round=1, base_step=0, step=step, samples=0, fingerprint="", world_size=2,
+        nonce="n", unix_time=0.0,
+    )  # fmt: skip
+
+
+def run_steps(folder: Path, steps: Iterator[int], agreed: Callable[[int], None]) -> None:
+    """Two ranks of a node in one process, in an order that the agreement between them allows."""
+    ranks = tiers(folder)
+    newest = max(held_in(folder, ""), key=lambda whole: whole.mark.step, default=None)
+    for tier in ranks if newest is not None else ():
+        tier.restored((1, newest.mark.step), [share.path.name for share in newest.shares])
+    for step in steps:
+        for tier in ranks:
+            tier.settle()
+        agreed(step)  # all have sealed the step before, and go on
+        for tier in ranks if step % 2 else reversed(ranks):
+            tier.keep(cut_state(step % 7), mark(step), reading=False)
+    for tier in ranks:
+        tier.settle()
+
+
+def check_whole(folder: Path, agreed: int) -> None:
+    """What a kill after that agreement has left: the step before, or already the one that was agreed on."""
+    newest = max(held_in(folder, ""), key=lambda whole: whole.mark.step, default=None)
+    if newest is None:
+        assert agreed <= 1, f"nothing is whole after the agreement on step {agreed}"
+        return
+    assert newest.mark.step in (agreed - 1, agreed)
+    assert_same(loaded(newest), cut_state(newest.mark.step % 7))
+
+
+def in_child(action: Callable[[], None]) -> int:
+    """How a forked child ended, as waitpid says."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            action()
+        finally:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_killed_at_every_line_of_a_step_one_of_two_steps_is_whole(tmp_path: Path) -> None:
+    """SIGKILL before the n-th line that the tier's modules run, on either thread, for each n of two steps."""
+    lines = 0
+    for number in itertools.count():
+        folder, progress = tmp_path / str(number), tmp_path / f"agreed-{number}"
+
+        def die_at(number: int = number, folder: Path = folder, progress: Path = progress) -> None:
+            count = itertools.count()
+
+            def trace(frame: FrameType, event: str, _: Any) -> Any:
+                if not frame.f_code.co_filename.endswith(("checkpoints/memory.py", "checkpoints/slot.py")):
+                    return None
+                if event == "line" and next(count) == number * 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return trace
+
+            def agreed(step: int) -> None:
+                progress.write_text(str(step))
+                if step == 3:  # two whole steps lie there by now
+                    threading.settrace(trace)
+                    sys.settrace(trace)
+
+            torch.set_num_threads(1)
+            run_steps(folder, iter(range(1, 6)), agreed)
+            os._exit(0)
+
+        status = in_child(die_at)
+        check_whole(folder, int(progress.read_text()))
+        if status == 0:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        lines += 1
+    assert lines > 40
+
+
+def test_killed_at_random_fifty_times_one_of_two_steps_is_whole(tmp_path: Path) -> None:
+    for number in range(50):
+        progress = tmp_path / "agreed"
+        progress.write_text("0")
+
+        def go_on(progress: Path = progress) -> None:
+            torch.set_num_threads(1)
+            first = max((whole.mark.step for whole in held_in(tmp_path / "shm", "")), default=0) + 1
+            run_steps(tmp_path / "shm", itertools.count(first), lambda step: _put(progress, step))
+
+        pid = os.fork()
+        if pid == 0:
+            go_on()
+        while int(progress.read_text() or "0") == 0:
+            pass
+        threading.Event().wait(0.002 + 0.0007 * (number * 7 % 50))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        check_whole(tmp_path / "shm", int(progress.read_text()))
+
+
+def _put(path: Path, step: int) -> None:
+    """Atomically: its reader looks at any time, and after a kill."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(str(step))
+    fresh.replace(path)
+
+
+def test_sealed_is_told_with_its_size(tmp_path: Path) -> None:
+    heard: list[Sealed] = []
+    tier = MemoryTier(tmp_path, on_sealed=heard.append)
+    tier.keep(cut_state(1), mark(5), reading=False)
+    tier.settle()
+    assert [each.step for each in heard] == [5]
+    assert heard[0].bytes > 700_000
+    assert heard[0].seal_seconds > 0
+    tier.close()
+
+
+def test_local_rank_outside_its_world_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="local_rank is 2 and local_world_size 2"):
+        MemoryTier(tmp_path, local_rank=2, local_world_size=2)
