@@ -125,8 +125,11 @@ def render(status: JobStatus, pid: int | None) -> str:
     if status.waiting:
         lines += ["", table(("waiting node", "reason"), [(w.node_id, w.reason) for w in status.waiting])]
     if status.workers:
-        workers = [(w.local_rank, w.rank, w.pid, w.state, w.step, w.age_seconds, w.slowdown) for w in status.workers]
-        lines += ["", table(("local rank", "rank", "pid", "state", "step", "age s", "slowdown"), workers)]
+        workers = [
+            (w.local_rank, w.rank, w.pid, w.state, w.step, w.age_seconds, w.slowdown, "warm" if w.standby else None)
+            for w in status.workers
+        ]
+        lines += ["", table(("local rank", "rank", "pid", "state", "step", "age s", "slowdown", "standby"), workers)]
     if status.last_failure is not None:
         lines += ["", _render_failure(status.last_failure)]
     if status.incidents:

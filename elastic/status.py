@@ -39,7 +39,8 @@ class WaitingStatus:
 class WorkerStatus:
     """One worker of this node. `age_seconds` is the time since its last sign of progress.
 
-    `slowdown` is its compute time for a micro-batch relative to the median of all ranks, as last compared.
+    `standby`: a warm process waits to take its place. `slowdown` is its compute time for a micro-batch relative to the
+    median of all ranks, as last compared.
     """
 
     local_rank: int
@@ -49,6 +50,7 @@ class WorkerStatus:
     step: int | None = None
     age_seconds: float | None = None
     slowdown: float | None = None
+    standby: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

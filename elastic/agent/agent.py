@@ -382,6 +382,7 @@ class Agent(ElasticAgent):
                 config=self._config,
                 view=self._membership.view(),
                 workers=crew.workers.all,
+                standbys=crew.standbys.warm_ranks,
                 draining=crew.done.drain_until is not None,
                 joining=self._joining,
                 finished=finished,

@@ -49,6 +49,11 @@ class Standbys:
         """Their pids: those that have said so."""
         return frozenset(standby.child.pid for standby in self._all.values() if standby.ready)
 
+    @property
+    def warm_ranks(self) -> frozenset[int]:
+        """The local ranks that they wait for."""
+        return frozenset(local_rank for local_rank, standby in self._all.items() if standby.ready)
+
     def are_ready(self, births: Mapping[int, Birth]) -> bool:
         """Whether each of these could be started warm now, or there is no hope of that soon."""
         return self._failures > 0 or all(

@@ -36,6 +36,7 @@ class Facts:
     config: JobConfig
     view: View
     workers: Sequence[Worker]
+    standbys: frozenset[int]  # local ranks that a warm one waits for
     draining: bool
     joining: bool
     finished: JobOutcome | None
@@ -59,7 +60,7 @@ def job_status(facts: Facts) -> JobStatus:
         outcome=facts.finished,
         nodes=_nodes(formed, view),
         waiting=tuple(WaitingStatus(node_id=w.node_id, reason=w.reason) for w in view.waiting),
-        workers=tuple(_worker(w, draining=facts.draining) for w in facts.workers),
+        workers=tuple(_worker(w, facts) for w in facts.workers),
         restarts=RestartStatus(
             used=view.restarts_used, limit=view.restarts_limit, window_seconds=view.restart_window_seconds
         ),
@@ -107,16 +108,17 @@ def _nodes(formed: Round | None, view: View) -> tuple[NodeStatus, ...]:
     )
 
 
-def _worker(worker: Worker, *, draining: bool) -> WorkerStatus:
+def _worker(worker: Worker, facts: Facts) -> WorkerStatus:
     report = worker.progress
     return WorkerStatus(
         local_rank=worker.plan.local_rank,
         rank=worker.plan.rank,
         pid=worker.pid,
-        state=_worker_state(worker, report, draining=draining),
+        state=_worker_state(worker, report, draining=facts.draining),
         step=_known(report.step),
         age_seconds=round(time.monotonic() - sign, 3) if (sign := report.progressed_at or report.heartbeat) else None,
         slowdown=round(report.slowdown, 2) if report.slowdown else None,
+        standby=worker.plan.local_rank in facts.standbys,
     )
 
 

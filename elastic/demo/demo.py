@@ -110,7 +110,7 @@ class _Demo:
         """Kill once, when it is time; then wait to hear of the recovery."""
         if self._kill is None:
             victim = max(status.workers, key=lambda worker: worker.rank or 0, default=None)
-            if victim is not None and status.state == "running" and (victim.step or 0) >= self._settings.kill_at:
+            if victim is not None and status.state == "running" and self._is_time(victim, status):
                 self._kill = kill = _kill(victim, status.round)
                 if kill is not None:
                     self._screen.say(f"  killed rank {kill.rank} (pid {kill.pid}) with SIGKILL at step {kill.step}")
@@ -121,6 +121,10 @@ class _Demo:
                     f"  going on at step {(status.base_step or 0) + 1} in round {self._incident.round}, "
                     f"{self._incident.seconds.total:.2f} s after the kill; {self._incident.lost_steps} steps come again"
                 )
+
+
+    def _is_time(self, victim: WorkerStatus, status: JobStatus) -> bool:
+        return (victim.step or 0) >= self._settings.kill_at and self._settings.may_change(status)
 
 
 def _kill(victim: WorkerStatus, round_number: int) -> Kill | None:

@@ -84,14 +84,14 @@ class NodesDemo:
         """Each `yield` waits for the next look."""
         whole, less = self._settings.world_size, self._settings.world_size - self._settings.workers
         status = yield
-        while status.world_size != whole or _step(status) < self._settings.kill_at:
+        while status.world_size != whole or _step(status) < self._settings.kill_at or not self._settings.may_change(status):
             status = yield
 
         victim = min(status.nodes, key=lambda node: node.node_rank).node_id  # it holds the round's store
         status = yield from self._change(Kind.LOST, victim, lambda: fleet.kill(victim), status, world_size=less)
-        status = yield from _trained(status, _STEPS_BETWEEN)
+        status = yield from self._trained(status)
         status = yield from self._change(Kind.JOINED, victim, lambda: fleet.start(victim), status, world_size=whole)
-        status = yield from _trained(status, _STEPS_BETWEEN)
+        status = yield from self._trained(status)
         others = [node for node in status.nodes if node.node_id != victim]
         leaver = max(others, key=lambda node: node.node_rank).node_id
         yield from self._change(Kind.LEFT, leaver, lambda: fleet.drain(leaver), status, world_size=less)
@@ -115,19 +115,19 @@ class NodesDemo:
         return status
 
 
+    def _trained(self, status: JobStatus) -> Generator[None, JobStatus, JobStatus]:
+        """Wait until some more steps are done and the next change may be made."""
+        wanted = _step(status) + _STEPS_BETWEEN
+        while _step(status) < wanted or not self._settings.may_change(status):
+            status = yield
+        return status
+
+
 _WORDS = {
     Kind.LOST: "killed node {} with SIGKILL, agent and workers",
     Kind.JOINED: "started node {} again",
     Kind.LEFT: "asked node {} to leave with SIGTERM",
 }
-
-
-def _trained(status: JobStatus, steps: int) -> Generator[None, JobStatus, JobStatus]:
-    """Wait until so many more steps are done."""
-    wanted = _step(status) + steps
-    while _step(status) < wanted:
-        status = yield
-    return status
 
 
 def _step(status: JobStatus) -> int:

@@ -12,6 +12,7 @@ from typing import NoReturn
 from elastic.demo.ledger import Sample, planned_steps
 from elastic.demo.text import count_windows, default_text, read_text
 from elastic.errors import UsageError
+from elastic.status import JobStatus
 
 GLOBAL_BATCH = 16
 CONTEXT = 64
@@ -20,7 +21,7 @@ _MOST_WORKERS = 16
 _MOST_NODES = 8
 LEASE_TTL_SECONDS = 2
 _LAST_CALL_SECONDS = 60  # all nodes are started at once, and the first round is to have them all
-_NODES_STEP_SECONDS = 0.05  # so that a node can start anew while the others train
+_STEP_SECONDS = 0.05  # so that standbys get warm, and a node can start anew, while the others train
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +50,16 @@ class Settings:
 
     @property
     def kill_at(self) -> int:
-        """The step at which something is killed, halfway between two checkpoints.
+        """The first step at which something may be killed, halfway between two checkpoints.
 
-        About the middle; with several nodes a quarter, as more is to come after it.
+        A quarter of the way, as more is to come after it.
         """
-        about = self.steps // (2 if self.nodes == 1 else 4)
-        return about // self.save_every * self.save_every + self.save_every // 2
+        return self.steps // 4 // self.save_every * self.save_every + self.save_every // 2
+
+    def may_change(self, status: JobStatus) -> bool:
+        """Once the standbys are warm, as they are for nearly all of a long run; but not too late for what follows."""
+        step = min((worker.step or 0 for worker in status.workers), default=0)
+        return all(worker.standby for worker in status.workers) or step >= self.steps * 3 // 4
 
     def plan(self) -> dict[int, tuple[Sample, ...]]:
         """What training must use: step -> its samples."""
@@ -66,10 +71,12 @@ class Settings:
             steps=self.steps,
         )
 
-    def command(self, folder: Path) -> list[str]:
-        """One agent with all workers, leaving all its files in `folder`."""
+    def command(self, folder: Path, *, in_peace: bool) -> list[str]:
+        """One agent with all workers, leaving all its files in `folder`. In peace it needs no standbys."""
         agent = {"--nproc-per-node": self.world_size, **self._agent(shared=folder, own=folder)}
-        return _elasticd_run(agent, self._worker(folder))
+        if in_peace:
+            return _elasticd_run({**agent, "--no-standby": None}, self._worker(folder))
+        return _elasticd_run(agent, {**self._worker(folder), "--step-seconds": _STEP_SECONDS})
 
     def node_command(self, node_id: str, endpoint: str, *, shared: Path, own: Path) -> list[str]:
         """The agent of one node. Checkpoints and what the run is judged by go to `shared`."""
@@ -83,7 +90,7 @@ class Settings:
             "--last-call": _LAST_CALL_SECONDS,
             **self._agent(shared=shared, own=own),
         }
-        return _elasticd_run(agent, {**self._worker(shared), "--step-seconds": _NODES_STEP_SECONDS})
+        return _elasticd_run(agent, {**self._worker(shared), "--step-seconds": _STEP_SECONDS})
 
     def _agent(self, *, shared: Path, own: Path) -> dict[str, object]:
         return {
@@ -118,7 +125,7 @@ def _elasticd_run(agent: dict[str, object], worker: dict[str, object]) -> list[s
 
 
 def _flags(values: dict[str, object]) -> list[str]:
-    return [f"{flag}={value}" for flag, value in values.items()]
+    return [flag if value is None else f"{flag}={value}" for flag, value in values.items()]
 
 
 class _Parser(argparse.ArgumentParser):

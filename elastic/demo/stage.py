@@ -52,7 +52,7 @@ class Stage:
 
     def train_alone(self, name: str, act: Act | None = None) -> None:
         """A run of one agent from start to end. Raises: DemoFailedError when it does not end well."""
-        job = Job(self.settings.command(self.folder / name), self.folder / name)
+        job = Job(self.settings.command(self.folder / name, in_peace=act is None), self.folder / name)
         self.watch(job, act)
         if job.exit_code != 0:
             raise DemoFailedError(f"the agent ended with {job.exit_code}:\n{job.last_words()}")

@@ -31,7 +31,11 @@ FULL = JobStatus(
     outcome=None,
     nodes=(NodeStatus(node_id="n0", node_rank=0, addr="10.0.0.1", ranks=(0, 1)),),
     waiting=(WaitingStatus(node_id="n1", reason="more than MAX"),),
-    workers=(WorkerStatus(local_rank=0, rank=0, pid=71, state="running", step=120, age_seconds=0.25, slowdown=1.5),),
+    workers=(
+        WorkerStatus(
+            local_rank=0, rank=0, pid=71, state="running", step=120, age_seconds=0.25, slowdown=1.5, standby=True
+        ),
+    ),
     restarts=RestartStatus(used=1, limit=3, window_seconds=600.0),
     checkpoint=CheckpointStatus(disk_step=110, memory_step=None),
     last_failure=FailureStatus(
@@ -64,6 +68,7 @@ AS_JSON: dict[str, Any] = {
             "step": 120,
             "age_seconds": 0.25,
             "slowdown": 1.5,
+            "standby": True,
         }
     ],
     "restarts": {"used": 1, "limit": 3, "window_seconds": 600.0},
