@@ -84,7 +84,7 @@ class NodesDemo:
         """Each `yield` waits for the next look."""
         whole, less = self._settings.world_size, self._settings.world_size - self._settings.workers
         status = yield
-        while status.world_size != whole or _step(status) < self._settings.kill_at or not self._settings.may_change(status):
+        while status.world_size != whole or not self._is_time(status, self._settings.kill_at):
             status = yield
 
         victim = min(status.nodes, key=lambda node: node.node_rank).node_id  # it holds the round's store
@@ -118,9 +118,12 @@ class NodesDemo:
     def _trained(self, status: JobStatus) -> Generator[None, JobStatus, JobStatus]:
         """Wait until some more steps are done and the next change may be made."""
         wanted = _step(status) + _STEPS_BETWEEN
-        while _step(status) < wanted or not self._settings.may_change(status):
+        while not self._is_time(status, wanted):
             status = yield
         return status
+
+    def _is_time(self, status: JobStatus, wanted: int) -> bool:
+        return _step(status) >= wanted and self._settings.may_change(status)
 
 
 _WORDS = {
