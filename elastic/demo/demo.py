@@ -122,7 +122,6 @@ class _Demo:
                     f"{self._incident.seconds.total:.2f} s after the kill; {self._incident.lost_steps} steps come again"
                 )
 
-
     def _is_time(self, victim: WorkerStatus, status: JobStatus) -> bool:
         return (victim.step or 0) >= self._settings.kill_at and self._settings.may_change(status)
 

@@ -114,7 +114,6 @@ class NodesDemo:
         )
         return status
 
-
     def _trained(self, status: JobStatus) -> Generator[None, JobStatus, JobStatus]:
         """Wait until some more steps are done and the next change may be made."""
         wanted = _step(status) + _STEPS_BETWEEN

@@ -98,6 +98,7 @@ class Settings:
             "--http": "127.0.0.1:0",
             "--checkpoint-dir": shared / "checkpoints",
             "--checkpoint-every": self.save_every,
+            "--memory-every": 1,
             "--log-dir": own / "logs",
             "--redirects": 3,
         }
