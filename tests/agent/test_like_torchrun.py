@@ -34,6 +34,7 @@ print("err", os.environ["RANK"], file=sys.stderr, flush=True)
 """
 
 QUIET = {"OMP_NUM_THREADS": "1"}
+HARNESS = {"RUNTIME_DIRECTORY", "JOB_TEST_MARK", "PET_STANDBY"}  # what the tests themselves give to an agent
 # What names this run or the program that runs it, and so must differ.
 PRIVATE = {"MASTER_PORT", "MASTER_ADDR", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS"}
 
@@ -70,7 +71,7 @@ def test_a_worker_finds_the_same_environment_arguments_and_world(tmp_path: Path)
         assert missing == {}
         assert set(ours["environ"]) >= PRIVATE
         added = {name for name in ours["environ"] if name not in theirs["environ"]}
-        assert {name for name in added if not name.startswith("ELASTICD_")} <= {"RUNTIME_DIRECTORY", "JOB_TEST_MARK"}
+        assert {name for name in added if not name.startswith("ELASTICD_")} <= HARNESS
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SCRIPT = str(SUPPORT / "training_script.py")
 STEPS = 60
 SAVING = ("--checkpoint-dir", "checkpoints", "--checkpoint-every", "4")
+MANY = ("--no-standby",)  # a cold start is dearer to wait for, a warm one is dearer to have
 
 Make = Callable[..., Nodes]
 
@@ -38,7 +39,7 @@ def make(tmp_path: Path, etcd: EtcdCluster) -> Iterator[Make]:
     with contextlib.ExitStack() as stack:
 
         def nodes_of(run_id: str, *settings: str) -> Nodes:
-            nodes = Nodes(tmp_path, etcd, run_id, *settings, worker=(SCRIPT, str(tmp_path)))
+            nodes = Nodes(tmp_path, etcd, run_id, *MANY, *settings, worker=(SCRIPT, str(tmp_path)))
             stack.callback(nodes.close)
             return nodes
 
