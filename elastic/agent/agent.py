@@ -214,6 +214,7 @@ class Agent(ElasticAgent):
         cause = f"the agent did not run for {frozen:.1f} s" if was_frozen else "the lease could not be renewed"
         self._story.fenced(cause, failed_at=self._last_pass)
         crew.done.frozen = True
+        self._last_pass = now  # seen: what is started from here on is no victim of it
         crew.kill()
         self._mailbox.wake()
 
