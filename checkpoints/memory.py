@@ -138,7 +138,7 @@ class MemoryTier:
         self._beside.append(self._thread.submit(self._seal, slot, mark))
         if grown:
             self._beside.append(self._thread.submit(self._warm, self._room, self._count == _MOST_SLOTS))
-        return Kept(step=mark.step, bytes=size, snapshot=snapshot, image=slot.image)
+        return Kept(step=mark.step, bytes=size, snapshot=snapshot, image=slot.share)
 
     def lend(self, kept: Kept, *, writer: int, writers: int) -> memoryview | None:
         """The newest share for a commit to read, if that writes the same one and another slot is there to go on with.
@@ -175,7 +175,7 @@ class MemoryTier:
         self.settle()
         self._thread.shutdown()
         for slot in self._slots:
-            slot.image = memoryview(b"")
+            slot.share = memoryview(b"")
             slot.free()
 
     def _next_slot(self) -> Slot:
@@ -227,7 +227,7 @@ class MemoryTier:
         slot.seal()
         if self._on_sealed is not None:
             now = time.monotonic()
-            sealed = Sealed(step=mark.step, bytes=len(slot.image), seal_seconds=now - began, unix_time=time.time())
+            sealed = Sealed(step=mark.step, bytes=len(slot.share), seal_seconds=now - began, unix_time=time.time())
             try:
                 self._on_sealed(sealed)
             except Exception:  # the caller's function on our thread
@@ -255,7 +255,7 @@ class MemoryTier:
         }
         if plan.writer == 0:
             if self._tables[0] != plan.digest:
-                self._tables = (plan.digest, json.dumps([dataclasses.asdict(tensor) for tensor in plan.tensors]))
+                self._tables = (plan.digest, json.dumps([(t.name, t.dtype, t.shape, t.same_as) for t in plan.tensors]))
             state = json.dumps(snapshot.skeleton, allow_nan=False)
             return f'{json.dumps(fields)}\n{{"state": {state}, "tensors": {self._tables[1]}}}'.encode()
         return json.dumps(fields).encode()

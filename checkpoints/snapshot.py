@@ -42,10 +42,14 @@ class Snapshot:
 
 
 class Planner:
-    """Makes plans, and keeps one for as long as the state's form stays the same."""
+    """Makes plans, and keeps one for as long as the state's form stays the same.
+
+    A training loop saves the same tensors again and again: that they are the same is told from little.
+    """
 
     def __init__(self) -> None:
         self._plan: Plan | None = None
+        self._seen: list[tuple[Any, ...]] = []
 
     def plan(self, state: Nested, *, writer: int, writers: int) -> tuple[Snapshot, list[torch.Tensor]]:
         """How the state is laid out, and its tensors in the order of the plan's table.
@@ -54,10 +58,13 @@ class Planner:
             UnsupportedStateError
         """
         skeleton, tensors = flatten(state)
-        entries = describe(tensors)
+        seen = [(name, t.dtype, *_memory_of(t)) for name, t in tensors.items()]
         plan = self._plan
-        if plan is None or (plan.tensors, plan.writer, plan.writers) != (entries, writer, writers):
-            plan = self._plan = make_plan(entries, writer=writer, writers=writers)
+        if plan is None or seen != self._seen or (plan.writer, plan.writers) != (writer, writers):
+            entries = describe(tensors)
+            if plan is None or (plan.tensors, plan.writer, plan.writers) != (entries, writer, writers):
+                plan = self._plan = make_plan(entries, writer=writer, writers=writers)
+            self._seen = seen
         return Snapshot(plan=plan, skeleton=skeleton), list(tensors.values())
 
 
@@ -87,12 +94,54 @@ class Snapshotter:
         self.buffer.close()
 
 
-def fill(buffer: Buffer, target: torch.Tensor, tensors: Sequence[torch.Tensor], plan: Plan) -> None:
-    """Make `target`, a part of `buffer`, the image of the plan's shard file."""
+class Image:
+    """A plan's shard file in one piece of memory: where each piece of a tensor goes."""
+
+    def __init__(self, plan: Plan, memory: torch.Tensor) -> None:
+        self.plan, self.memory = plan, memory
+        header = plan.layout.header
+        memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        self._whole: list[tuple[int, torch.Tensor]] = []
+        self._parts: list[tuple[Piece, torch.Tensor]] = []
+        for piece, offset in zip(plan.layout.pieces, plan.layout.offsets, strict=True):
+            tensor = plan.tensors[piece.tensor]
+            room = memory[offset : offset + (piece.end - piece.begin) * tensor.itemsize]
+            room = room.view(getattr(torch, tensor.dtype))
+            if piece.begin == 0 and piece.end == tensor.elements:
+                self._whole.append((piece.tensor, room.view(tensor.shape)))
+            else:
+                self._parts.append((piece, room))
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy; when this returns all bytes are there."""
+        sources = [_plain(tensors[index]) for index, _ in self._whole]
+        sources += [_plain(tensors[piece.tensor]).reshape(-1)[piece.begin : piece.end] for piece, _ in self._parts]
+        rooms = [room for _, room in self._whole] + [room for _, room in self._parts]
+        if rooms:
+            torch._foreach_copy_(rooms, sources, non_blocking=True)
+        for device in {source.device for source in sources if source.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+
+def fill(buffer: Buffer, memory: torch.Tensor, tensors: Sequence[torch.Tensor], plan: Plan) -> None:
+    """Make `memory`, a part of `buffer`, the image of the plan's shard file."""
     if any(tensor.is_cuda for tensor in tensors):
         buffer.pin()
-    target[: len(plan.layout.header)] = torch.frombuffer(bytearray(plan.layout.header), dtype=torch.uint8)
-    _copy(tensors, plan, target)
+    image = buffer.image
+    known = image is not None and image.plan is plan and image.memory.data_ptr() == memory.data_ptr()
+    if image is None or not known:
+        image = buffer.image = Image(plan, memory)
+    with torch.no_grad():
+        image.fill(tensors)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors of one dtype if they are the same elements."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device, tensor.is_conj()
 
 
 def stored_bytes(state: Nested) -> int:
@@ -110,8 +159,7 @@ def describe(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
     for name, tensor in tensors.items():
         same_as = None
         if tensor.numel():
-            identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj())
-            same_as = seen.setdefault(identity, name)
+            same_as = seen.setdefault((tensor.dtype, *_memory_of(tensor)), name)
         entries.append(
             TensorEntry(
                 name=name,
@@ -134,24 +182,3 @@ def make_plan(entries: tuple[TensorEntry, ...], *, writer: int, writers: int) ->
         writer=writer,
         writers=writers,
     )
-
-
-def _copy(tensors: Sequence[torch.Tensor], plan: Plan, target: torch.Tensor) -> None:
-    devices = set()
-    for piece, offset in zip(plan.layout.pieces, plan.layout.offsets, strict=True):
-        source = tensors[piece.tensor].detach()
-        if source.is_conj() or source.is_neg():
-            source = source.resolve_conj().resolve_neg()
-        size = (piece.end - piece.begin) * source.element_size()
-        room = target[offset : offset + size]
-        if source.is_contiguous():
-            flat = source.view(-1)[piece.begin : piece.end].view(torch.uint8)
-            room.copy_(flat, non_blocking=True)
-        elif piece.begin == 0 and piece.end == source.numel():
-            room.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
-        else:
-            room.view(source.dtype).copy_(source.reshape(-1)[piece.begin : piece.end], non_blocking=True)
-        if source.is_cuda:
-            devices.add(source.device)
-    for device in devices:
-        torch.cuda.current_stream(device).synchronize()

@@ -10,11 +10,14 @@ import abc
 import ctypes
 import mmap
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .storage import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from .snapshot import Image
 
 GROWTH = 1.05  # a state that grows a little from save to save does not re-allocate each time
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
@@ -27,6 +30,7 @@ class Buffer(abc.ABC):
         self._map: mmap.mmap | None = None
         self._tensor: torch.Tensor | None = None
         self._registered = False
+        self.image: Image | None = None  # what a snapshot knows of the memory; goes with it
 
     @abc.abstractmethod
     def _open(self, size_bytes: int) -> mmap.mmap:
@@ -57,7 +61,7 @@ class Buffer(abc.ABC):
         if self._registered and self._tensor is not None:
             _cuda_runtime().cudaHostUnregister(self._tensor.data_ptr())
         self._registered = False
-        self._tensor = None
+        self._tensor = self.image = None
         self._map = None  # unmapped when the last view of it is gone
 
 

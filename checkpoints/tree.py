@@ -12,6 +12,7 @@ pickled.
 from __future__ import annotations
 
 import base64
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -133,11 +134,16 @@ def _decode_marked(mark: str, value: Any, tensors: Mapping[str, torch.Tensor]) -
 
 def _free_name(path: tuple[Any, ...], taken: Mapping[str, Any]) -> str:
     """The path as one string; "~" and "/" in keys are written as in JSON pointers, a clash of 0 and "0" is numbered."""
-    name = "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in path) or "~root"
+    name = _name_of(path)
     clash, number = name, 2
     while name in taken:
         name, number = f"{clash}~{number}", number + 1
     return name
+
+
+@functools.lru_cache(1 << 16)
+def _name_of(path: tuple[Any, ...]) -> str:
+    return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in path) or "~root"
 
 
 def describe(path: tuple[Any, ...]) -> str:
@@ -145,5 +151,6 @@ def describe(path: tuple[Any, ...]) -> str:
     return "state" + "".join(f"[{key!r}]" for key in path)
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

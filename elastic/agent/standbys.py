@@ -66,7 +66,7 @@ class Standbys:
         if standby is None or not standby.ready or standby.child.birth != birth:
             return None
         if not standby.child.is_waiting:
-            self._drop(local_rank, "has been stopped")
+            self._drop(local_rank, "is stopped or gone")
             return None
         self._forget(local_rank)
         return standby.child
@@ -108,7 +108,7 @@ class Standbys:
             elif not standby.ready and now >= standby.deadline:
                 self._drop(local_rank, f"was not warm after {_WARM_SECONDS:.0f} s")
             elif standby.ready and not standby.child.is_waiting:
-                self._drop(local_rank, "has been stopped")
+                self._drop(local_rank, "is stopped or gone")
 
     def _start(self, local_rank: int, birth: Birth, now: float) -> None:
         try:

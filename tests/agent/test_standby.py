@@ -34,7 +34,7 @@ status = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read()
 stat = open("/proc/self/stat").read().rpartition(")")[2].split()
 environ = {k: v for k, v in os.environ.items() if k not in ("ELASTICD_WORKER_PID", "TORCHELASTIC_ERROR_FILE")}
 print(json.dumps({
-    "came_with": came_with, "pid": os.getpid(), "cmdline": open("/proc/self/cmdline").read().split("\\0")[5:],
+    "came_with": came_with, "pid": os.getpid(), "cmdline": open("/proc/self/cmdline").read().split("\\0")[4:],
     "same": {
         "argv": sys.argv, "path": sys.path, "cwd": os.getcwd(), "umask": status["Umask"], "nice": stat[16],
         "signals": [status[name] for name in ("SigBlk", "SigIgn", "SigCgt")], "threads": status["Threads"],

@@ -22,7 +22,7 @@ WORLD, SECONDS = 2, 120.0
 def measure(folder: Path, stops: int, timeout: float) -> dict[str, object]:
     """Stop one worker after another. The incident's total begins with the last sign of the one that was stopped."""
     arguments = (f"--nproc-per-node={WORLD}", f"--hang-timeout={timeout}", f"--max-restarts={stops + 1}")
-    with running(folder, "--http=127.0.0.1:0", *arguments, SCRIPT, str(folder), "10", "session") as job:
+    with running(folder, "--http=127.0.0.1:0", *arguments, SCRIPT, str(folder), "10", "session", standby=True) as job:
         for number in range(1, stops + 1):
             wait_for(lambda n=number: job.output.count(" is warm") >= WORLD * n, seconds=SECONDS, what="standbys")  # type: ignore[misc]  # n is an int
             status = job.wait_status(

@@ -265,7 +265,7 @@ def test_too_little_memory_is_said_once_with_sizes_and_saves_go_on(
     manager.close()
     assert len(heard) == caplog.text.count("checkpoints in memory are off") == 1
     assert "needs 2 MB" in heard[0]
-    assert "0.9 MB can be had" in heard[0]
+    assert "1 MB can be had" in heard[0]
     assert not list((tmp_path / "shm").glob("rank-*"))
 
 

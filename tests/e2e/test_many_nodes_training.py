@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SCRIPT = str(SUPPORT / "training_script.py")
 STEPS = 60
 SAVING = ("--checkpoint-dir", "checkpoints", "--checkpoint-every", "4")
-MANY = ("--no-standby",)  # a cold start is dearer to wait for, a warm one is dearer to have
 
 Make = Callable[..., Nodes]
 
@@ -39,7 +38,7 @@ def make(tmp_path: Path, etcd: EtcdCluster) -> Iterator[Make]:
     with contextlib.ExitStack() as stack:
 
         def nodes_of(run_id: str, *settings: str) -> Nodes:
-            nodes = Nodes(tmp_path, etcd, run_id, *MANY, *settings, worker=(SCRIPT, str(tmp_path)))
+            nodes = Nodes(tmp_path, etcd, run_id, "--no-standby", *settings, worker=(SCRIPT, str(tmp_path)))
             stack.callback(nodes.close)
             return nodes
 
@@ -50,7 +49,7 @@ def make(tmp_path: Path, etcd: EtcdCluster) -> Iterator[Make]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of two ranks that nobody disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    settings = ("--http", "127.0.0.1:0", "--nproc-per-node", "2", *SAVING)
+    settings = ("--http", "127.0.0.1:0", "--no-standby", "--nproc-per-node", "2", *SAVING)
     code, output = run_to_end(folder, *settings, SCRIPT, str(folder), environ=environ(0), seconds=START_SECONDS)
     assert code == 0, output
     all_samples_used_once(folder)

@@ -18,7 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 _END_SECONDS = 10.0
-_SWITCH_SECONDS = 0.5  # between looks of a thread that waits for its turn: hundreds wait, and all give way anyway
+_SWITCH_SECONDS = (
+    0.5  # so often does each thread that waits for its turn wake up: hundreds wait, and all give way anyway
+)
 _START_SECONDS = 60.0  # to import torch N times on two cores, and to make the nodes
 
 
