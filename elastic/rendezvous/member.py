@@ -94,7 +94,7 @@ class Member:
             round=current,
             nodes=state.nodes,
             waiting=self._waiting(state, now),
-            restarts_used=state.news.used if state.news is not None else 0,
+            restarts_used=state.news.used if state.news and state.news.incarnation == state.incarnation else 0,
             restarts_limit=rules.max_restarts,
             restart_window_seconds=rules.restart_window_seconds,
             node_id=state.node.node_id,

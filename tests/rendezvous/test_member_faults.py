@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic.errors import StoreRefusedError, StoreUnavailableError
 from elastic.rendezvous.etcd_store import open_store
 from elastic.rendezvous.records import Keys
-from tests.rendezvous.peers import ENDINGS, TTL, Peer, all_run
+from tests.rendezvous.peers import ENDINGS, RULES, TTL, Peer, all_run
 from tests.rendezvous.test_member import Job
 from tests.support.etcd import EtcdCluster, etcd_cluster, eventually
 from tests.support.fake_store import FakeServer, FakeStore
@@ -40,21 +42,22 @@ def job(cluster: EtcdCluster, proxy: Proxy, request: pytest.FixtureRequest) -> I
     ENDINGS.clear()
 
 
-def behind(proxy: Proxy, cluster: EtcdCluster, job: Job, name: str) -> Peer:
+def behind(proxy: Proxy, cluster: EtcdCluster, job: Job, name: str, **settings: Any) -> Peer:
     store = open_store(cluster.config(endpoints=(("127.0.0.1", proxy.port),)))
-    job.peers.append(Peer(store, name, run_id=job.run_id))
+    job.peers.append(Peer(store, name, run_id=job.run_id, **settings))
     return job.peers[-1]
 
 
 def test_a_leaders_write_that_is_applied_after_the_next_leader_has_decided_changes_nothing(
     cluster: EtcdCluster, proxy: Proxy, job: Job
 ) -> None:
-    a = behind(proxy, cluster, job, "a")
+    unhurried = dataclasses.replace(RULES, settle_seconds=1.5)
+    a = behind(proxy, cluster, job, "a", rules=unhurried)
     job.until(lambda: a.view.is_leader)
-    b = job.start("b")
+    b = job.start("b", rules=unhurried)
     job.until(all_run([a, b]))
     number = a.running
-    c = job.start("c", ready=False)
+    c = job.start("c", ready=False, rules=unhurried)
     job.until(lambda: any(node.node_id == "c" for node in a.view.nodes))
     c.member.ready()
     job.until(lambda: any(node.node_id == "c" and node.ready for node in a.view.nodes))
