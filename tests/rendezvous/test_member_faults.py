@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from elastic.errors import StoreRefusedError, StoreUnavailableError
 from elastic.rendezvous.etcd_store import open_store
 from elastic.rendezvous.records import Keys
-from tests.rendezvous.peers import ENDINGS, RULES, TTL, Peer, all_run
+from tests.rendezvous.peers import ENDINGS, TTL, Peer, all_run
 from tests.rendezvous.test_member import Job
 from tests.support.etcd import EtcdCluster, etcd_cluster, eventually
 from tests.support.fake_store import FakeServer, FakeStore
@@ -42,26 +40,22 @@ def job(cluster: EtcdCluster, proxy: Proxy, request: pytest.FixtureRequest) -> I
     ENDINGS.clear()
 
 
-def behind(proxy: Proxy, cluster: EtcdCluster, job: Job, name: str, **settings: Any) -> Peer:
+def behind(proxy: Proxy, cluster: EtcdCluster, job: Job, name: str) -> Peer:
     store = open_store(cluster.config(endpoints=(("127.0.0.1", proxy.port),)))
-    job.peers.append(Peer(store, name, run_id=job.run_id, **settings))
+    job.peers.append(Peer(store, name, run_id=job.run_id))
     return job.peers[-1]
 
 
 def test_a_leaders_write_that_is_applied_after_the_next_leader_has_decided_changes_nothing(
     cluster: EtcdCluster, proxy: Proxy, job: Job
 ) -> None:
-    unhurried = dataclasses.replace(RULES, settle_seconds=1.5)
-    a = behind(proxy, cluster, job, "a", rules=unhurried)
+    a = behind(proxy, cluster, job, "a")
     job.until(lambda: a.view.is_leader)
-    b = job.start("b", rules=unhurried)
+    b = job.start("b")
     job.until(all_run([a, b]))
     number = a.running
-    c = job.start("c", ready=False, rules=unhurried)
-    job.until(lambda: any(node.node_id == "c" for node in a.view.nodes))
-    c.member.ready()
-    job.until(lambda: any(node.node_id == "c" and node.ready for node in a.view.nodes))
-    proxy.holding = True  # before the settle time is over and it asks for the drain that lets c in
+    proxy.hold_from = b'"phase":"draining"'  # with which it asks for the drain that lets c in
+    c = job.start("c")
     sizes: list[int] = []
     job.until(lambda: sizes.extend(proxy.held_with(b'"phase":"draining"')) or sizes)
 
@@ -74,7 +68,7 @@ def test_a_leaders_write_that_is_applied_after_the_next_leader_has_decided_chang
     eventually(lambda: proxy.answered_bytes > answered)
     assert b.store.read(entry.key).entries[entry.key] == entry
     proxy.cut()
-    proxy.holding = False
+    proxy.holding, proxy.hold_from = False, b""
     proxy.heal()
     job.until(all_run([a, b, c]))
     assert a.running == number + 2

@@ -34,6 +34,8 @@ class _Pair:
     def _requests(self, proxy: Proxy) -> None:
         with contextlib.suppress(OSError):
             while data := self.client.recv(65536):
+                if proxy.hold_from and proxy.hold_from in data:
+                    proxy.holding = True
                 if proxy.holding or self.holding:
                     self.holding = True
                     self.held += data
@@ -53,13 +55,17 @@ class _Pair:
 
 
 class Proxy:
-    """`muted`: requests arrive, answers do not. `holding`: requests are kept until `release()`."""
+    """`muted`: requests arrive, answers do not. `holding`: requests are kept until `release()`.
+
+    `hold_from`: text of the request that the holding is to begin with.
+    """
 
     def __init__(self, port: int, listener: socket.socket | None = None) -> None:
         """`listener`: where clients come to, if not to a free port of this host's."""
         self._target = ("127.0.0.1", port)
         self.muted = False
         self.holding = False
+        self.hold_from = b""
         self.answered_bytes = 0
         self._cut = False
         self._pairs: list[_Pair] = []
