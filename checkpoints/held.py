@@ -49,8 +49,7 @@ class MemoryFiles:
     def open(self, path: str) -> IO[bytes]:
         if path == MANIFEST:
             return io.BytesIO(manifests.dump(self._manifest))
-        share = self._shares[path]
-        return cast("IO[bytes]", Window(share.path, share.image_start, share.image_bytes))
+        return cast("IO[bytes]", Window(self._shares[path]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

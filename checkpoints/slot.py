@@ -10,6 +10,7 @@ any instruction leaves a slot that is whole or one that says nothing, and never 
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import io
 import json
@@ -197,21 +198,21 @@ def parse_words(share: Share) -> Words:
 
 
 class Window(io.RawIOBase):
-    """A part of a file as a stream of its own."""
+    """The image of a share as a stream, read from where it lies: a system call per page would take twice as long."""
 
-    def __init__(self, path: Path, start: int, size_bytes: int) -> None:
-        self._file = path.open("rb", buffering=0)
-        self._at, self._left = start, size_bytes
+    def __init__(self, share: Share) -> None:
+        with share.path.open("r+b", buffering=0) as file:
+            self._map = mmap.mmap(file.fileno(), share.image_bytes, offset=share.image_start)
+        prefault(self._map, for_writing=False)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._at, self._left = 0, share.image_bytes
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, target: Any) -> int:
         view = memoryview(target).cast("B")[: self._left]
-        count = os.preadv(self._file.fileno(), [view], self._at) if len(view) else 0
-        self._at, self._left = self._at + count, self._left - count
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+        if len(view):  # memmove leaves the interpreter to other threads meanwhile
+            ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(view)), self._address + self._at, len(view))
+        self._at, self._left = self._at + len(view), self._left - len(view)
+        return len(view)

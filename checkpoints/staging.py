@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .snapshot import Image
 
 GROWTH = 1.05  # a state that grows a little from save to save does not re-allocate each time
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise, Linux 5.14
 
 
 class Buffer(abc.ABC):
@@ -102,14 +102,14 @@ class StagingBuffer(Buffer):
         return memory
 
 
-def prefault(memory: mmap.mmap) -> bool:
+def prefault(memory: mmap.mmap, *, for_writing: bool = True) -> bool:
     """Touch every page without changing it; False where the kernel cannot.
 
     Without the interpreter's lock, which mmap's own madvise would hold for the whole time.
     """
     first = ctypes.c_char.from_buffer(memory)
     address, size = ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(memory))
-    return bool(ctypes.CDLL(None).madvise(address, size, _POPULATE_WRITE) == 0)
+    return bool(ctypes.CDLL(None).madvise(address, size, _POPULATE_WRITE if for_writing else _POPULATE_READ) == 0)
 
 
 def _cuda_runtime() -> Any:

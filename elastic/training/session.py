@@ -22,6 +22,13 @@ with:
             break
     else:
         session.finished(step)
+
+For checkpoints in memory, which a killed worker's successor goes on from, hand the manager
+
+    memory=MemoryTier(session.memory_dir, local_rank=session.memory_rank, local_world_size=session.local_world_size)
+
+where `session.memory_dir` is not None, call `checkpoints.settle()` before `begin_agree`, and `checkpoints.keep(step,
+state())` after each step that is not saved.
 """
 
 from __future__ import annotations
