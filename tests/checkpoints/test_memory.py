@@ -366,6 +366,7 @@ def in_child(action: Callable[[], None]) -> int:
     return os.waitpid(pid, 0)[1]
 
 
+@pytest.mark.slow
 def test_killed_at_every_line_of_a_step_one_of_two_steps_is_whole(tmp_path: Path) -> None:
     """SIGKILL before the n-th line that the tier's modules run, on either thread, for each n of two steps."""
     lines = 0

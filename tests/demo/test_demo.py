@@ -124,7 +124,7 @@ def test_a_bad_flag_is_refused_by_name(flags: tuple[str, ...], words: str) -> No
 
 
 @pytest.mark.parametrize("steps", [20, 40, 160, 1001])
-def test_the_kill_comes_about_the_middle_and_between_two_checkpoints(steps: int) -> None:
+def test_the_kill_comes_when_there_is_enough_before_and_after_it_and_between_two_checkpoints(steps: int) -> None:
     settings = parse(["--steps", str(steps)])
     assert 0.2 * steps <= settings.kill_at <= 0.35 * steps
     assert settings.kill_at % settings.save_every
@@ -155,7 +155,7 @@ def test_a_run_that_fails_is_told_with_the_agents_last_words_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     fail = [sys.executable, "-c", "import sys; print('out of luck'); sys.exit(3)"]
-    monkeypatch.setattr(Settings, "command", lambda self, folder: fail)
+    monkeypatch.setattr(Settings, "command", lambda self, folder, **_: fail)
     with pytest.raises(demo.DemoFailedError, match="agent ended with 3:\nout of luck"):
         demo.main(["--steps", "20"])
     assert list(tmp_path.iterdir()) == []
@@ -171,9 +171,9 @@ def test_a_killed_worker_costs_no_sample_and_the_end_is_the_same(tmp_path: Path)
     assert result["right"] is True
     assert result["faults"] == []
     assert result["killed"]["rank"] == 1
-    assert result["killed"]["step"] >= 20
+    assert result["killed"]["step"] >= 12
     assert result["samples"] == {"expected": 512, "used": 512, "lost": 0, "doubled": 0}
-    assert 1 <= result["steps_repeated"] <= 12
+    assert 0 <= result["steps_repeated"] <= 8
     assert result["digest"] == result["digest_without_kill"]
     assert result["loss"]["last"] < result["loss"]["first"] - 1.5
     assert all(seconds >= 0 for seconds in result["recovery_seconds"].values())

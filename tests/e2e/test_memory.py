@@ -15,7 +15,7 @@ import pytest
 from elastic.demo.ledger import audit, planned_steps, read_ledger
 from tests.support.job import run_to_end, running, wait_for
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SCRIPT = str(Path(__file__).parents[1] / "support" / "training_script.py")
 AGENT = ("--http", "127.0.0.1:0", "--lease-ttl", "2", "--nproc-per-node", "2", "--memory-every", "1")
 
