@@ -123,9 +123,9 @@ def launched(*args: Any) -> Iterator[Launch]:
 def show_phases(incidents: list[dict[str, Any]]) -> None:
     """Medians, and how far the phases are from their total at worst."""
     seconds = [incident["seconds"] for incident in incidents if incident["seconds"]["total"] is not None]
-    print("phases, medians, ms:", *(f"{p} {1e3 * statistics.median(s[p] for s in seconds):.0f}" for p in PHASES))
+    print("    phases, medians, ms:", *(f"{p} {1e3 * statistics.median(s[p] for s in seconds):.0f}" for p in PHASES))
     gaps = [abs(sum(s[p] for p in PHASES[:-1]) - s["total"]) / s["total"] for s in seconds]
-    print(f"their sum differs from the total by at most {100 * max(gaps):.1f} %")
+    print(f"    their sum differs from the total by at most {100 * max(gaps):.1f} %")
 
 
 def main() -> None:
@@ -141,22 +141,22 @@ def main() -> None:
         "  with session": ([*ELASTICD, "--standby"], ["session"], given.kills),
         "  cold": ([*ELASTICD, "--no-standby"], [], given.rival_kills),
     }
-    seconds: dict[str, list[float]] = {}
-    incidents: list[dict[str, Any]] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave nothing behind
+    print(f"worker killed -> next new step, {WORLD} ranks, state of {given.megabytes:g} MB, seconds")
+    print(f"{'':16} {'kills':>5} {'median':>8} {'worst':>8} {'/ torchrun':>10}", flush=True)
+    rival = 0.0
     with tempfile.TemporaryDirectory() as root:
         for name, (launcher, more, kills) in variants.items():
             folder = Path(root) / name.strip().replace(" ", "-")
             with launched(folder, launcher, [str(given.megabytes), *more], kills) as launch:
-                seconds[name] = [launch.measure(kill, steps) for kill in range(kills)]
-                incidents = launch.incidents() if more else incidents
+                seconds = [launch.measure(kill, steps) for kill in range(kills)]
+                incidents = launch.incidents() if more else []
             (folder / "state.pt").unlink(missing_ok=True)
-    print(f"worker killed -> next new step, {WORLD} ranks, state of {given.megabytes:g} MB, seconds")
-    print(f"{'':16} {'kills':>5} {'median':>8} {'worst':>8} {'/ torchrun':>10}")
-    rival = statistics.median(seconds["torchrun"])
-    for name, values in seconds.items():
-        median = statistics.median(values)
-        print(f"{name:16} {len(values):5} {median:8.3f} {max(values):8.3f} {median / rival:10.3f}")
-    show_phases(incidents)
+            median = statistics.median(seconds)
+            rival = rival or median
+            print(f"{name:16} {kills:5} {median:8.3f} {max(seconds):8.3f} {median / rival:10.3f}", flush=True)
+            if incidents:
+                show_phases(incidents)
 
 
 if __name__ == "__main__":

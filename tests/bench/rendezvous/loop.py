@@ -43,14 +43,15 @@ class Loop:
 
     def _next(self) -> _Item:
         with self._condition:
-            while not self._ready:
+            while True:
                 now = time.monotonic()
                 while self._timed and self._timed[0][0] <= now:
                     due, _, item = heapq.heappop(self._timed)
                     if item.due == due:  # else it has run since
                         self._queue(item)
-                if not self._ready:
-                    self._condition.wait(self._timed[0][0] - now if self._timed else None)
+                if self._ready:
+                    break
+                self._condition.wait(self._timed[0][0] - now if self._timed else None)
             item = self._ready.popleft()
             item.is_queued, item.is_woken, item.is_running = False, False, True
             return item
