@@ -25,6 +25,7 @@ from elastic.agent import guard as guards
 from elastic.agent.crew import Crew
 from elastic.agent.decide import Act, Action, Asked, Observation, decide
 from elastic.agent.mailbox import Mailbox, Readable, Request, SignalReceived
+from elastic.agent.measuring import Measuring
 from elastic.agent.story import Story
 from elastic.agent.systemd import Notifier
 from elastic.agent.view import Facts, job_status
@@ -65,6 +66,7 @@ class Agent(ElasticAgent):
         mailbox: Mailbox,
         guard: guards.Guard,
         notifier: Notifier,
+        measuring: Measuring,
     ) -> None:
         self._config = config
         self._group = WorkerGroup(spec)
@@ -72,6 +74,7 @@ class Agent(ElasticAgent):
         self._membership = membership
         self._mailbox = mailbox
         self._notifier = notifier
+        self._measuring = measuring
         self._guard = guard
         self._story = Story(crew)
         self._asked = Asked.NOTHING
@@ -333,6 +336,7 @@ class Agent(ElasticAgent):
 
     def _clear(self) -> None:
         self._story.stopped()
+        self._measuring.ended()
         self._crew.clear(self._guard.pids)
         reap_orphans(self._guard.pids)
 
@@ -348,6 +352,7 @@ class Agent(ElasticAgent):
         if status.state in ("running", "waiting", "spare"):
             self._notifier.state(READY="1")
         self._notifier.state(STATUS=_headline(status))
+        self._measuring.passed(status, self._membership.view())
 
     def _allowance(self, now: float) -> float:
         """How long the warden is to let live what it finds: workers end with the lease.

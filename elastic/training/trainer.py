@@ -23,9 +23,10 @@ from elastic.training.assembly import check_world, choose_device, make_data, mak
 from elastic.training.batching import MicroBatch, StepPlan
 from elastic.training.evaluation import Evaluator
 from elastic.training.loader import Key, Stream
+from elastic.training.memory_meter import MemoryMeter
 from elastic.training.precision import Stepper, UpdateResult, power_of_two_near
 from elastic.training.replica import Replica
-from elastic.training.reporting import Reporter, StepOutcome
+from elastic.training.reporting import DeviceParts, Reporter, StepOutcome
 from elastic.training.saving import Saver
 from elastic.training.schedule import LearningRate
 from elastic.training.session import Session
@@ -112,7 +113,10 @@ class Trainer:
             self._at = put_back(self._trainee, restored.state)
         self._base_step = self._at.step
         self._replica = stack.enter_context(closing(self._make_replica(model)))
-        self._reporter = Reporter(task, session, self._data.sampler, self._replica)
+        memory = MemoryMeter(model, self._optimizer, self._device)
+        self._reporter = Reporter(task, session, self._data.sampler, self._replica, memory.fields)
+        if self._device.type == "cuda":
+            session.measure_on_device(DeviceParts(self._replica, self._stepper).since_last)
         evaluation_data = task.evaluation_dataset() if config.evaluate_every else None
         self._evaluator = (
             Evaluator(task, evaluation_data, config, session, self._device) if evaluation_data is not None else None
@@ -232,10 +236,12 @@ class Trainer:
                     )
                 replica.backward(self._stepper.scaled(loss, 1 / self._at.nominal_weight), counts=counts, last=last)
         agreement = pending.wait()
+        session.enter_phase(Phase.OPTIMIZER)  # until the next step, or what comes between
         weight_sum, loss_sum, all_tokens, buffers_changed = agreement.sums
         rate, result = self._update(weight_sum)
         if buffers_changed:
-            replica.broadcast_buffers()
+            with session.phase(Phase.COMM_EXPOSED):
+                replica.broadcast_buffers()
         self._advance(plan, applied=result.applied, tokens=int(all_tokens))
         self._loss = loss_sum / weight_sum if weight_sum > 0 else float("nan")
         outcome = StepOutcome(
@@ -243,6 +249,7 @@ class Trainer:
             share=share,
             loss=self._loss,
             weight=weight_sum,
+            tokens=tokens,
             learning_rate=rate,
             update=result,
             seconds=time.perf_counter() - began,
@@ -255,8 +262,7 @@ class Trainer:
         rate = self._rate.set(self._at.updates)
         if weight <= 0:
             return rate, UpdateResult(grad_norm=float("nan"), applied=False)
-        with self._session.phase(Phase.OPTIMIZER):
-            result = self._stepper.update(self._replica.gradients(), self._at.nominal_weight / weight)
+        result = self._stepper.update(self._replica.gradients(), self._at.nominal_weight / weight)
         if not result.applied and not self._stepper.has_scaler and self._config.nonfinite == "raise":
             raise NonFiniteGradientError(
                 f"the gradient of step {self._at.step + 1} has norm {result.grad_norm}; look at the loss and the data "

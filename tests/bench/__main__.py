@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-BENCHES = ("bench_step", "bench_recovery", "bench_checkpoints")
+BENCHES = ("bench_step", "bench_recovery", "bench_checkpoints", "bench_scrape")
 
 
 def main() -> int:
