@@ -22,6 +22,7 @@ commands:
   status       what the agents of this host are doing
   drain        ask an agent to save and stop, as SIGTERM does
   checkpoints  list, show, verify, prune or export checkpoints
+  dashboards   write the Grafana dashboard and the Prometheus rules into a directory
   demo         train a small model, lose a worker, and prove that no sample was lost"""
 
 
@@ -103,6 +104,14 @@ def _checkpoints(options: argparse.Namespace) -> int:
     return run_action(options)
 
 
+def _dashboards(options: argparse.Namespace) -> int:
+    from elastic.metrics.dashboards import write
+
+    for path in write(options.directory):
+        print(path)
+    return int(ExitCode.SUCCEEDED)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]  # raises, as the original exits
         raise UsageError(f"{message}; see {self.prog} --help")
@@ -131,6 +140,11 @@ def _parser() -> argparse.ArgumentParser:
     drain.set_defaults(handler=_drain)
 
     _add_checkpoint_actions(commands.add_parser("checkpoints", description="Look after a directory of checkpoints."))
+    dashboards = commands.add_parser(
+        "dashboards", description="Write the Grafana dashboard and the Prometheus rules, and say where they are."
+    )
+    dashboards.add_argument("directory", type=Path, metavar="DIR", help="made if need be; files of ours are replaced")
+    dashboards.set_defaults(handler=_dashboards)
     for command in ("run", "demo"):  # known to the parser for its messages alone
         commands.add_parser(command, add_help=False)
     return parser

@@ -9,6 +9,7 @@ Layout, in native byte order:
     64    request line                 written by the agent alone: drain flag, number of saves asked for
     128   slot 0                       sequence, fields, crc32 of both
     ...   slot 1                       the same
+    ...   two slots of timings         sequence, histograms (elastic.timings), crc32; written once a step
 
 A writer fills the older slot, so that one killed in the middle of a write (SIGKILL comes at any instruction) leaves the
 other slot whole, and a reader takes the valid slot with the higher sequence. No lock crosses the process boundary.
@@ -24,8 +25,13 @@ import struct
 import threading
 import time
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from elastic.timings import FORMAT as TIMINGS_FORMAT
+from elastic.timings import SCHEMA as TIMINGS_SCHEMA
+from elastic.timings import Timings, TimingsWriter, from_values
 
 ENVIRONMENT_KEY = "ELASTICD_PROGRESS"
 
@@ -56,7 +62,10 @@ class Outcome(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a worker says of itself. Times are CLOCK_MONOTONIC seconds unless named `unix`; -1 means not known yet."""
+    """What a worker says of itself. Times are CLOCK_MONOTONIC seconds unless named `unix`; -1 means not known yet.
+
+    What is named `_total` counts from 0 in each process and never falls; who adds up carries it over the rounds.
+    """
 
     pid: int = 0
     round: int = 0
@@ -75,9 +84,9 @@ class Progress:
     base_step: int = -1  # the step this round started from
     epoch: int = 0
     micro_step: int = 0  # within the current step
-    samples_total: int = 0
+    samples_total: int = 0  # that this rank has run itself, repeated ones included
     tokens_total: int = 0
-    skipped_steps_total: int = 0
+    skipped_steps_total: int = 0  # of the whole job, counted by rank 0 alone
     loss: float = float("nan")
     learning_rate: float = float("nan")
     grad_norm: float = float("nan")
@@ -87,7 +96,7 @@ class Progress:
     memory_failures_total: int = 0
     memory_bytes_total: int = 0
     commit_unix_time: float = 0.0
-    checkpoint_failures_total: int = 0
+    checkpoint_failures_total: int = 0  # of the whole job, counted by rank 0 alone
     checkpoint_bytes_total: int = 0
     checkpoint_stall_seconds_total: float = 0.0
     checkpoint_write_seconds_total: float = 0.0
@@ -95,11 +104,23 @@ class Progress:
     restore_began_at: float = 0.0
     restore_ended_at: float = 0.0
     first_step_at: float = 0.0  # first new step of the round was applied
-    comm_bytes_total: int = 0
+    weights_bytes: int = -1  # on this rank, by their tensors
+    gradients_bytes: int = -1
+    optimizer_bytes: int = -1
+    activations_bytes: int = -1  # the peak above these three; of a device's allocator alone
+    device_allocated_bytes: int = -1
+    device_reserved_bytes: int = -1
+    device_peak_bytes: int = -1
+    alloc_retries_total: int = 0
+    ooms_total: int = 0
+    comm_bytes_total: int = 0  # gradients; seconds: some reduction was under way
     comm_seconds_total: float = 0.0
     comm_exposed_seconds_total: float = 0.0
     grad_syncs_total: int = 0
     grad_syncs_skipped_total: int = 0
+    broadcast_bytes_total: int = 0  # buffers
+    broadcast_seconds_total: float = 0.0
+    bus_bandwidth: float = float("nan")  # bytes/s of the newest reductions, as nccl-tests counts it
     step_seconds: float = 0.0  # duration of the last step
     compute_seconds: float = 0.0  # per micro-batch, data and forward and backward, as last compared; 0 = not yet
     slowdown: float = 0.0  # that, relative to the median of all ranks
@@ -111,12 +132,16 @@ _IS_INT = tuple(f.type in ("int", int) for f in dataclasses.fields(Progress))
 _BODY = struct.Struct("=Q" + "".join("q" if is_int else "d" for is_int in _IS_INT))
 _CRC = struct.Struct("=I")
 _MAGIC = struct.Struct("=8sI")
-_SCHEMA = zlib.crc32(",".join(f"{name}:{'q' if i else 'd'}" for name, i in zip(_FIELDS, _IS_INT, strict=True)).encode())
+_FIELD_TYPES = ",".join(f"{name}:{'q' if i else 'd'}" for name, i in zip(_FIELDS, _IS_INT, strict=True))
+_SCHEMA = zlib.crc32(f"{_FIELD_TYPES};{TIMINGS_SCHEMA}".encode())
 _HEADER = (b"elasticd", _SCHEMA)
 _REQUEST_OFFSET = 64
 _SLOT_OFFSET = 128
 _SLOT_BYTES = (_BODY.size + _CRC.size + 63) // 64 * 64
-BLOCK_BYTES = _SLOT_OFFSET + 2 * _SLOT_BYTES
+_TIMINGS = struct.Struct("=Q" + TIMINGS_FORMAT)
+_TIMINGS_OFFSET = _SLOT_OFFSET + 2 * _SLOT_BYTES
+_TIMINGS_SLOT_BYTES = (_TIMINGS.size + _CRC.size + 63) // 64 * 64
+BLOCK_BYTES = _TIMINGS_OFFSET + 2 * _TIMINGS_SLOT_BYTES
 
 
 def create(path: Path) -> None:
@@ -146,15 +171,23 @@ def _map(path: Path) -> mmap.mmap:
     return block
 
 
-def _read_slot(block: mmap.mmap, slot: int) -> tuple[int, tuple[Any, ...]] | None:
-    """Sequence and field values of one slot, or None when it was never written or is torn."""
-    start = _SLOT_OFFSET + slot * _SLOT_BYTES
-    raw = block[start : start + _BODY.size + _CRC.size]
-    (crc,) = _CRC.unpack_from(raw, _BODY.size)
-    if crc != zlib.crc32(raw[: _BODY.size]):
-        return None
-    sequence, *values = _BODY.unpack_from(raw)
-    return (sequence, tuple(values)) if sequence else None
+def _read_slot(block: mmap.mmap, start: int, body: struct.Struct) -> tuple[int, tuple[Any, ...]] | None:
+    """Sequence and values of one slot, (0, ...) when it was never written, or None when it is torn."""
+    raw = block[start : start + body.size + _CRC.size]
+    (crc,) = _CRC.unpack_from(raw, body.size)
+    sequence, *values = body.unpack_from(raw)
+    if sequence == 0 and crc == 0:
+        return 0, ()
+    return (sequence, tuple(values)) if crc == zlib.crc32(raw[: body.size]) else None
+
+
+def _newest(block: mmap.mmap, start: int, stride: int, body: struct.Struct) -> tuple[int, tuple[Any, ...]] | None:
+    """The whole slot with the higher sequence; sequence 0 before the first report, None when both are torn."""
+    slots = [_read_slot(block, place, body) for place in (start, start + stride)]
+    written = [slot for slot in slots if slot is not None and slot[0]]
+    if written:
+        return max(written, key=lambda slot: slot[0])
+    return (0, ()) if (0, ()) in slots else None
 
 
 class ProgressReader:
@@ -164,15 +197,22 @@ class ProgressReader:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._block = _map(path)
         self._requests = memoryview(self._block)[_REQUEST_OFFSET : _REQUEST_OFFSET + 64].cast("Q")
+        self.is_damaged = False  # as last read: cut, or with both slots torn
 
     def read(self) -> Progress | None:
-        """The newest whole report; None before the first one, or when both slots are damaged."""
+        """The newest whole report; None before the first one, or when the block is damaged."""
+        newest = _newest(self._block, _SLOT_OFFSET, _SLOT_BYTES, _BODY) if self._is_whole() else None
+        self.is_damaged = newest is None
+        if newest is None or not newest[0]:
+            return None
+        return Progress(**dict(zip(_FIELDS, newest[1], strict=True)))
+
+    def read_timings(self) -> Timings | None:
+        """The newest whole histograms; None before the first ones, or when they are damaged."""
         if not self._is_whole():
             return None
-        slots = [s for s in (_read_slot(self._block, 0), _read_slot(self._block, 1)) if s is not None]
-        if not slots:
-            return None
-        return Progress(**dict(zip(_FIELDS, max(slots)[1], strict=True)))
+        newest = _newest(self._block, _TIMINGS_OFFSET, _TIMINGS_SLOT_BYTES, _TIMINGS)
+        return from_values(newest[1]) if newest is not None and newest[0] else None
 
     def _is_whole(self) -> bool:
         """A worker may do anything to its file; to touch a page that it cut off would be the agent's death (SIGBUS)."""
@@ -203,6 +243,7 @@ class ProgressWriter:
         self._lock = threading.Lock()
         self._sequence = 0
         self._values: list[Any] = [f.default for f in dataclasses.fields(Progress)]
+        self._timings, self._timings_sequence = TimingsWriter(), 0
 
     def update(self, **fields: float) -> None:
         """Set some fields and the heartbeat, and publish. Costs about 5 microseconds; any thread may call it."""
@@ -219,10 +260,20 @@ class ProgressWriter:
                 self._values[_INDEX[name]] += amount
             self._publish()
 
+    def observe(self, seconds: Mapping[str, float]) -> None:
+        """Count durations into the histograms, by the names of `elastic.timings.WORKER_TIMINGS`, and publish."""
+        with self._lock:
+            self._timings.observe(seconds)
+            self._timings_sequence += 1
+            body = self._timings.packed(_TIMINGS, self._timings_sequence)
+            self._fill(_TIMINGS_OFFSET + (self._timings_sequence % 2) * _TIMINGS_SLOT_BYTES, body)
+
     def _publish(self) -> None:
         self._sequence += 1
         body = _BODY.pack(self._sequence, *self._values)
-        start = _SLOT_OFFSET + (self._sequence % 2) * _SLOT_BYTES
+        self._fill(_SLOT_OFFSET + (self._sequence % 2) * _SLOT_BYTES, body)
+
+    def _fill(self, start: int, body: bytes) -> None:
         self._block[start : start + len(body) + _CRC.size] = body + _CRC.pack(zlib.crc32(body))
 
     @property

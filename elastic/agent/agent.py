@@ -26,6 +26,7 @@ from elastic.agent.crew import Crew
 from elastic.agent.decide import Act, Action, Asked, Observation, decide
 from elastic.agent.hang_watch import HangWatch
 from elastic.agent.mailbox import Mailbox, Readable, Request, SignalReceived
+from elastic.agent.measuring import Measuring
 from elastic.agent.story import Story
 from elastic.agent.systemd import Notifier
 from elastic.agent.torch_view import fill_group
@@ -67,6 +68,7 @@ class Agent(ElasticAgent):
         mailbox: Mailbox,
         guard: guards.Guard,
         notifier: Notifier,
+        measuring: Measuring,
     ) -> None:
         self._config = config
         self._group = WorkerGroup(spec)
@@ -74,6 +76,7 @@ class Agent(ElasticAgent):
         self._membership = membership
         self._mailbox = mailbox
         self._notifier = notifier
+        self._measuring = measuring
         self._guard = guard
         self._story = Story(crew)
         self._hangs = HangWatch(crew, config)
@@ -347,8 +350,7 @@ class Agent(ElasticAgent):
 
     def _clear(self) -> None:
         self._story.stopped()
-        if self._crew.done.frozen:
-            self._guard.after_a_sweep()
+        self._measuring.ended()
         self._crew.clear(self._guard.pids)
         reap_orphans(self._guard.pids | self._crew.standbys.pids)
 
@@ -364,6 +366,7 @@ class Agent(ElasticAgent):
         if status.state in ("running", "waiting", "spare"):
             self._notifier.state(READY="1")
         self._notifier.state(STATUS=headline(status))
+        self._measuring.passed(status, self._membership.view())
 
     def _allowance(self, now: float) -> float:
         """How long the warden is to let live what it finds: workers end with the lease.

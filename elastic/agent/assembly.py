@@ -8,6 +8,7 @@ import secrets
 import time
 
 from elastic import __version__
+from elastic.agent.measuring import StoreMeter
 from elastic.config import JobConfig, settings_digest
 from elastic.errors import UsageError
 from elastic.own_checkpoints import own_checkpoints
@@ -25,6 +26,7 @@ class Rendezvous:
 
     membership: Membership
     host: str
+    meter: StoreMeter = dataclasses.field(default_factory=StoreMeter)
 
 
 def make_rendezvous(config: JobConfig) -> Rendezvous:
@@ -57,8 +59,9 @@ def _standalone(config: JobConfig, first_number: int) -> Rendezvous:
 
 def _on_etcd(config: JobConfig, first_number: int) -> Rendezvous:
     """etcd3 and what it needs are imported here, so that a job on one node does without them."""
-    from elastic.rendezvous.connect import make_member
+    from elastic.rendezvous.connect import member_on
     from elastic.rendezvous.etcd_config import EtcdConfig, parse_endpoints
+    from elastic.rendezvous.etcd_store import open_store
     from elastic.rendezvous.identity import address_towards, own_address, own_identity
     from elastic.rendezvous.leader_view import Rules
     from elastic.rendezvous.participant import Settings
@@ -94,7 +97,13 @@ def _on_etcd(config: JobConfig, first_number: int) -> Rendezvous:
     settings = Settings(
         node=node, identity=own_identity(), rules=rules, ttl_seconds=config.lease_ttl_seconds, version=__version__
     )
-    membership = make_member(
-        etcd=etcd, run_id=config.run_id, settings=settings, join_timeout_seconds=config.join_timeout_seconds
+    store, meter = open_store(etcd), StoreMeter()
+    meter.errors = lambda: store.counters()["errors"]
+    membership = member_on(
+        store,
+        run_id=config.run_id,
+        settings=settings,
+        join_timeout_seconds=config.join_timeout_seconds,
+        on_renewed=meter.renewed,
     )
-    return Rendezvous(membership=membership, host=host)
+    return Rendezvous(membership=membership, host=host, meter=meter)

@@ -48,11 +48,6 @@ class Guard:
         self.close()
         self.start()
 
-    def after_a_sweep(self) -> None:
-        """It may still be looking for victims, and would take what is started next for one: another one takes over."""
-        self.close()
-        self.start()
-
     def cover(self, groups: list[int]) -> None:
         """These process groups are the live workers now."""
         self._groups = groups

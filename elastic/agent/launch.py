@@ -6,6 +6,8 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -18,10 +20,15 @@ from elastic.agent.instance import Instance
 from elastic.agent.log_thread import log_thread
 from elastic.agent.logs import make_logs_specs
 from elastic.agent.mailbox import Mailbox
+from elastic.agent.measuring import Measuring
 from elastic.agent.memory import memory_folder
 from elastic.agent.systemd import Notifier
 from elastic.config import JobConfig
 from elastic.errors import ExitCode
+from elastic.metrics.catalogue import Samples
+from elastic.metrics.exposition import Exposition
+from elastic.metrics.gpu import Gpus
+from elastic.metrics.host import folder_bytes
 from elastic.metrics.server import StatusServer
 from elastic.rendezvous.handler import MembershipHandler
 from elastic.runtime import runtime_dir, socket_path
@@ -39,30 +46,43 @@ def run_job(config: JobConfig) -> int:
         nonce = instance.nonce
         rendezvous = make_rendezvous(config)
         membership = rendezvous.membership
+        crew = Crew(
+            config=config,
+            logs_specs=make_logs_specs(config, instance.folder / "logs"),
+            mailbox=mailbox,
+            folder=instance.folder,
+            nonce=nonce,
+            host=rendezvous.host,
+            memory_dir=memory_dir,
+        )
+        measuring = Measuring(config=config, crew=crew, mailbox=mailbox, store=rendezvous.meter.totals)
         agent = Agent(
             config=config,
             spec=_worker_spec(config, MembershipHandler(membership, run_id=config.run_id, backend=config.rdzv_backend)),
-            crew=Crew(
-                config=config,
-                logs_specs=make_logs_specs(config, instance.folder / "logs"),
-                mailbox=mailbox,
-                folder=instance.folder,
-                nonce=nonce,
-                host=rendezvous.host,
-                memory_dir=memory_dir,
-            ),
+            crew=crew,
             membership=membership,
             mailbox=mailbox,
             guard=Guard(mailbox, nonce, keep_open),
             notifier=Notifier(os.environ),
+            measuring=measuring,
         )
+        gpus = Gpus()
+        shared = [instance.folder, *([Path(memory_dir)] if memory_dir is not None else [])]
+        metrics = Exposition(measuring.measure, [partial(_add_shared, shared), gpus.add_to])
         socket_file = socket_path(instance.folder.parent, os.getpid())
-        server = StatusServer(config.http_host, config.http_port, socket_file, agent.status, agent.is_healthy)
+        server = StatusServer(
+            config.http_host, config.http_port, socket_file, agent.status, agent.is_healthy, metrics.text
+        )
         host = f"[{config.http_host}]" if ":" in config.http_host else config.http_host
         logger.info("job %s on %s: status at http://%s:%d/status", config.run_id, config.node_id, host, server.port)
-        with contextlib.closing(server):
+        with contextlib.closing(gpus), contextlib.closing(measuring), contextlib.closing(server):
             agent.run()
         return _report(agent)
+
+
+def _add_shared(folders: list[Path], samples: Samples) -> None:
+    """The folders of this agent that lie in memory."""
+    samples.add("memory_shared_bytes", folder_bytes(folders))
 
 
 def _lock_alone(config: JobConfig, instance: Instance) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from signal import SIGCONT, SIGHUP, SIGKILL, SIGQUIT, Signals
 from elastic import progress
 from elastic.agent.child import Birth, Child
 from elastic.agent.mailbox import Mailbox, Readable
+from elastic.timings import NO_TIMINGS, Timings
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Worker:
         self._block = block
         self._reader: progress.ProgressReader | None = progress.ProgressReader(block)
         self._last = progress.Progress()
+        self._last_timings = NO_TIMINGS
         self.exit_code: int | None = None
         self.exited_at = 0.0
         self.stopped_by_us = False
@@ -101,6 +103,19 @@ class Worker:
         if newest is not None:
             self._last = newest
         return self._last
+
+    @property
+    def timings(self) -> Timings:
+        """The newest histograms, which outlive the worker as its report does."""
+        newest = self._reader.read_timings() if self._reader else None
+        if newest is not None:
+            self._last_timings = newest
+        return self._last_timings
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether its block could not be read when it was last looked at."""
+        return self._reader is not None and self._reader.is_damaged
 
     @property
     def is_alive(self) -> bool:

@@ -1,4 +1,4 @@
-"""The agent's HTTP server: /healthz, /readyz and /status, on TCP and on a unix socket with the same answers.
+"""The agent's HTTP server: /healthz, /readyz, /status, /metrics, on TCP and on a unix socket with the same answers.
 
 Owns sockets and threads; what it says comes from the callables it is handed. A client that is slow, silent or hostile
 costs one thread for at most `_EXCHANGE_SECONDS` and never the server: the number of connections at once is bounded, and
@@ -41,7 +41,8 @@ class Answer(NamedTuple):
     content_type: str = "text/plain; charset=utf-8"
 
 
-Routes = Mapping[str, Callable[[], Answer]]
+Routes = Mapping[str, Callable[[str], Answer]]  # of the Accept header
+Metrics = Callable[[str], tuple[bytes, str]]  # (body, content type) for an Accept header
 
 
 class StatusServer:
@@ -58,8 +59,9 @@ class StatusServer:
         socket_path: Path | None,
         status: Callable[[], JobStatus],
         healthy: Callable[[], bool],
+        metrics: Metrics | None = None,
     ) -> None:
-        routes = _routes(status, healthy)
+        routes = _routes(status, healthy, metrics)
         tcp = _bind_tcp(host, port)
         self.port: int = tcp.getsockname()[1]
         self._socket_path = socket_path
@@ -80,18 +82,21 @@ class StatusServer:
             self._socket_path.unlink(missing_ok=True)
 
 
-def _routes(status: Callable[[], JobStatus], healthy: Callable[[], bool]) -> Routes:
-    def healthz() -> Answer:
+def _routes(status: Callable[[], JobStatus], healthy: Callable[[], bool], metrics: Metrics | None) -> Routes:
+    def healthz(_: str) -> Answer:
         return Answer(200, b"ok\n") if healthy() else Answer(503, b"the agent's loop is stuck\n")
 
-    def readyz() -> Answer:
+    def readyz(_: str) -> Answer:
         state = status().state
         return Answer(200 if state == "running" else 503, f"{state}\n".encode())
 
-    def whole_status() -> Answer:
+    def whole_status(_: str) -> Answer:
         return Answer(200, json.dumps(status().to_json(), allow_nan=False).encode() + b"\n", "application/json")
 
-    return {"/healthz": healthz, "/readyz": readyz, "/status": whole_status}
+    routes: dict[str, Callable[[str], Answer]] = {"/healthz": healthz, "/readyz": readyz, "/status": whole_status}
+    if metrics is not None:
+        routes["/metrics"] = lambda accept: Answer(200, *metrics(accept))
+    return routes
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -129,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         if route is None:
             return Answer(404, f"nothing at {path[:200]!r}; there are {' '.join(self._routes)}\n".encode())
         try:
-            return route()
+            return route(self.headers.get("Accept", ""))
         except Exception:  # top of a request: the agent's trouble must not end the server
             logger.exception("cannot answer %s", path)
             return Answer(500, b"error; see the agent's log\n")

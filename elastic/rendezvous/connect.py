@@ -17,11 +17,18 @@ def make_member(*, etcd: EtcdConfig, run_id: str, settings: Settings, join_timeo
     return member_on(open_store(etcd), run_id=run_id, settings=settings, join_timeout_seconds=join_timeout_seconds)
 
 
-def member_on(store: Store, *, run_id: str, settings: Settings, join_timeout_seconds: float) -> Member:
-    """The same on a store that is there; the member closes it."""
+def member_on(
+    store: Store,
+    *,
+    run_id: str,
+    settings: Settings,
+    join_timeout_seconds: float,
+    on_renewed: Callable[[float], None] = lambda _: None,
+) -> Member:
+    """The same on a store that is there; the member closes it. `on_renewed`: see `lease.LeaseKeeper`."""
 
     def make_keeper(lease: Lease, on_lost: Callable[[], None]) -> LeaseKeeper:
-        keeper = LeaseKeeper(store, lease, on_lost=on_lost)
+        keeper = LeaseKeeper(store, lease, on_lost=on_lost, on_renewed=on_renewed)
         keeper.start()
         return keeper
 

@@ -28,12 +28,17 @@ Reduction = Callable[[GradBucket], TensorFuture]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CommTotals:
-    """Of this rank since the round began. `seconds`: some reduction was under way; `exposed`: backward waited."""
+    """Of this rank since the round began. `seconds`: some reduction was under way; `exposed`: backward waited.
+
+    Bytes are those handed over, not what an algorithm makes of them on the wire.
+    """
 
     bytes: int = 0
     seconds: float = 0.0
     exposed_seconds: float = 0.0
     syncs: int = 0
+    broadcast_bytes: int = 0  # of buffers
+    broadcast_seconds: float = 0.0
 
 
 class _Ending:

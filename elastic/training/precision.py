@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from elastic.training.stopwatch import Stopwatch
 from elastic.training.trainer_config import Precision
 
 
@@ -29,6 +30,7 @@ class Stepper:
         self._optimizer, self._clip_norm, self._device = optimizer, clip_norm, device
         self._dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
+        self._watch = Stopwatch(device)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Around a forward."""
@@ -46,6 +48,14 @@ class Stepper:
 
         Every rank holds the same gradient, so all decide alike. Non-finite under a scaler: the scale is halved.
         """
+        with self._watch.measured():
+            return self._update(gradients, factor)
+
+    def seconds(self) -> float:
+        """Of all updates so far; on CUDA of those that have passed."""
+        return self._watch.seconds()
+
+    def _update(self, gradients: list[torch.Tensor], factor: float) -> UpdateResult:
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
         norm = float(torch.nn.utils.get_total_norm(gradients)) * factor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from elastic.errors import UsageError
 from elastic.training.comms import CommTotals, GradientComms
+from elastic.training.stopwatch import Stopwatch
 from elastic.training.trainer_config import TrainerConfig
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class Replica:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._buffer_homes = [m for m in model.modules() if m._buffers]
         self._buffers_before: list[tuple[int, int]] = []
+        self._broadcast_bytes, self._broadcasting = 0, Stopwatch(device)
         if config.compile:
             model.compile(backend=config.compile_backend)
         if self._distributed:
@@ -138,7 +141,9 @@ class Replica:
         """Every rank takes rank 0's buffers (running statistics differ after a step). Collective."""
         buffers = self._buffers()
         if self._distributed and buffers:
-            _broadcast_coalesced(dist.distributed_c10d._get_default_group(), buffers, _BROADCAST_CHUNK_BYTES, 0)
+            with self._broadcasting.measured():
+                _broadcast_coalesced(dist.distributed_c10d._get_default_group(), buffers, _BROADCAST_CHUNK_BYTES, 0)
+            self._broadcast_bytes += sum(b.nbytes for b in buffers)
 
     def close(self) -> None:
         """Called before the process group is destroyed."""
@@ -150,7 +155,14 @@ class Replica:
         return self._comms.compute() if self._comms is not None else (0.0, 0)
 
     def comm_totals(self) -> CommTotals:
-        return self._comms.totals() if self._comms is not None else CommTotals()
+        """What this rank has sent since the round began."""
+        if self._comms is None:
+            return CommTotals()
+        return dataclasses.replace(
+            self._comms.totals(),
+            broadcast_bytes=self._broadcast_bytes,
+            broadcast_seconds=self._broadcasting.seconds(),
+        )
 
 
 def _wrap(model: nn.Module, config: TrainerConfig, device: torch.device) -> DistributedDataParallel:

@@ -39,7 +39,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -51,6 +51,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from elastic.progress import Outcome, Phase, ProgressWriter
 from elastic.training.agreement import Agreement, AgreementChannel, PendingAgreement
 from elastic.training.environment import Every, WorkerEnvironment, read_environment
+from elastic.training.phase_clock import DeviceSeconds, PhaseClock
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class Session:
         self._saved_at = time.monotonic()
         self._phase, self._phase_limit = Phase.STARTING, 0.0
         self._first_step = True
+        self._clock = PhaseClock()
         self._update(
             pid=os.getpid(),
             round=environment.round,
@@ -196,6 +198,7 @@ class Session:
         if not self._environment.elastic:
             self._stop_on_sigterm()
         self._update(in_loop=1, step=step, base_step=base_step)
+        self._clock.take()  # what came before belongs to no step
 
     def _stop_on_sigterm(self) -> None:
         """Nobody restarts us: SIGTERM (SLURM, a container's stop) then means save and leave; a second one kills."""
@@ -267,20 +270,24 @@ class Session:
         """
         if result.state == "committed":
             self.note(disk_step=result.step, commit_unix_time=result.unix_time)
-        else:
+        elif self.rank == 0:  # a commit fails for all at once
             self.count(checkpoint_failures_total=1)
         self.count(
             checkpoint_bytes_total=result.bytes,
             checkpoint_stall_seconds_total=result.stall_seconds,
             checkpoint_write_seconds_total=result.write_seconds,
         )
+        self._observe({"checkpoint_stall": result.stall_seconds, "checkpoint_write": result.write_seconds})
 
     def leave_group(self) -> None:
         """Called before `torch.distributed.destroy_process_group`."""
         self._channel.leave()
 
     def report(self, *, step: int, **fields: float) -> None:
-        """Say that `step` was applied, with any fields of `elastic.progress.Progress`."""
+        """Say that `step` was applied, with any fields of `elastic.progress.Progress`.
+
+        The time since the last report is split by the phases that were entered: the step's, if it names any.
+        """
         if self._progress is None:
             return
         now = time.monotonic()
@@ -288,6 +295,11 @@ class Session:
             self._first_step = False
             fields = {"first_step_at": now, **fields}
         self._progress.update(step=step, progressed_at=now, **fields)
+        self._observe(self._clock.take())
+
+    def measure_on_device(self, seconds: DeviceSeconds) -> None:
+        """Where a device works on its own: how long the phases took there, asked at each report."""
+        self._clock.device_seconds = seconds
 
     def count(self, **amounts: float) -> None:
         """Increase counters of the progress block."""
@@ -310,6 +322,7 @@ class Session:
         """
         now = time.monotonic()
         self._phase, self._phase_limit = phase, limit_seconds
+        self._clock.enter(phase)
         self._update(phase=phase, phase_since=now, progressed_at=now, phase_limit=limit_seconds, **fields)
 
     @contextmanager
@@ -334,6 +347,10 @@ class Session:
         """A retry would fail the same way: the agent ends the job and spends no budget. Let `error` propagate."""
         logger.error("run=%s round=%s rank=%s cannot go on: %s", self.run_id, self.round, self.rank, error)
         self._update(outcome=Outcome.FATAL)
+
+    def _observe(self, seconds: Mapping[str, float]) -> None:
+        if self._progress is not None and seconds:
+            self._progress.observe(seconds)
 
     def _update(self, **fields: float) -> None:
         if self._progress is not None:

@@ -23,11 +23,12 @@ from elastic.training.assembly import check_world, choose_device, make_data, mak
 from elastic.training.batching import MicroBatch, StepPlan
 from elastic.training.evaluation import Evaluator
 from elastic.training.loader import Key, Stream
+from elastic.training.memory_meter import MemoryMeter
 from elastic.training.memory_policy import SLOTS
 from elastic.training.pace import Pace
 from elastic.training.precision import Stepper, UpdateResult, power_of_two_near
 from elastic.training.replica import Replica
-from elastic.training.reporting import Reporter, StepOutcome
+from elastic.training.reporting import DeviceParts, Reporter, StepOutcome
 from elastic.training.saving import Saver
 from elastic.training.schedule import LearningRate
 from elastic.training.session import Session
@@ -124,7 +125,10 @@ class Trainer:
         self._base_step = self._at.step
         self._replica = stack.enter_context(closing(self._make_replica(model)))
         self._pace = Pace(config, session, base_step=self._base_step, compute=self._replica.compute)
-        self._reporter = Reporter(task, session, self._data.sampler, self._replica)
+        memory = MemoryMeter(model, self._optimizer, self._device)
+        self._reporter = Reporter(task, session, self._data.sampler, self._replica, memory.fields)
+        if self._device.type == "cuda":
+            session.measure_on_device(DeviceParts(self._replica, self._stepper).since_last)
         evaluation_data = task.evaluation_dataset() if config.evaluate_every else None
         self._evaluator = (
             Evaluator(task, evaluation_data, config, session, self._device) if evaluation_data is not None else None
@@ -269,6 +273,7 @@ class Trainer:
             share=share,
             loss=self._loss,
             weight=weight_sum,
+            tokens=tokens,
             learning_rate=rate,
             update=result,
             seconds=time.perf_counter() - began,

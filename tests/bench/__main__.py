@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-BENCHES = ("bench_step", "bench_recovery", "bench_checkpoints", "bench_memory")
+BENCHES = ("bench_step", "bench_recovery", "bench_checkpoints", "bench_memory", "bench_scrape")
 
 
 def main() -> int:

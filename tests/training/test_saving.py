@@ -114,7 +114,7 @@ def test_a_drain_asked_of_one_agent_is_told_to_both_with_a_committed_step(tmp_pa
         assert (result.drained, result.step) == (True, 4)
         assert (told.outcome, told.step, told.disk_step, told.base_step) == (Outcome.DRAINED, 4, 4, 0)
         assert (told.rank, told.round, told.world_size, told.in_loop) == (rank, 4, 2, 1)
-        assert (told.samples_total, told.skipped_steps_total, told.epoch) == (32, 0, 0)
+        assert (told.samples_total, told.skipped_steps_total, told.epoch) == (16, 0, 0)  # this rank's half of 32
         assert told.loss == result.loss
         assert told.learning_rate == 0.5
         assert told.grad_norm > 0

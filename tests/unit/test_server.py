@@ -41,6 +41,9 @@ class Job:
     def healthy(self) -> bool:
         return self.alive
 
+    def metrics(self, accept: str) -> tuple[bytes, str]:
+        return f"asked for {accept}".encode(), "text/x-test"
+
 
 @pytest.fixture
 def job() -> Job:
@@ -54,7 +57,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(job: Job, path: Path) -> Iterator[StatusServer]:
-    made = StatusServer("127.0.0.1", 0, path, job.status, job.healthy)
+    made = StatusServer("127.0.0.1", 0, path, job.status, job.healthy, job.metrics)
     yield made
     made.close()
     wait_for(no_server_threads, seconds=10.0, what="the server's threads are gone")
@@ -246,3 +249,12 @@ def test_closing_does_not_wait_for_silent_clients(job: Job) -> None:
         made.close()
         assert time.monotonic() - began < server_module._EXCHANGE_SECONDS
     wait_for(no_server_threads, seconds=10.0, what="the server's threads are gone")
+
+
+def test_metrics_are_asked_with_what_the_client_accepts(server: StatusServer, path: Path) -> None:
+    assert ask(server, "/metrics") == (200, "asked for ")
+    with runtime.connect(path, 5.0) as connection:
+        connection.sendall(b"GET /metrics HTTP/1.0\r\nAccept: a/b\r\n\r\n")
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.endswith(b"asked for a/b")
+    assert b"Content-Type: text/x-test" in answer
