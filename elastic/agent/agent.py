@@ -213,6 +213,7 @@ class Agent(ElasticAgent):
         silent = self._guard.silent_seconds
         self._guard.restart()
         crew = self._crew
+        crew.standbys.close()  # its victims too, though some may not have died yet
         if crew.done.killed or not (crew.workers.alive or ended):
             return
         was_frozen = silent > self._config.lease_ttl_seconds / 2  # a loop that runs passes several times in that
