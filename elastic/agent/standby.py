@@ -208,7 +208,7 @@ def _let_go_of_main() -> None:
         main.__dict__.clear()
     gc.collect()
     for thing in gc.get_objects():  # what other modules, reference cycles or threads still hold open
-        if isinstance(thing, io.IOBase) and not thing.closed:
+        if issubclass(type(thing), io.IOBase) and not thing.closed:  # isinstance would ask lazy objects, which warn
             try:
                 thing.flush()
             except (OSError, ValueError):

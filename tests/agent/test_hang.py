@@ -26,7 +26,8 @@ HANGS = {  # fault: (what its rank was doing, a function on its stack)
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("faults", [["stop", "long"], pytest.param(["sleep", "spin", "long"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("faults", [["stop", "long"], ["sleep", "spin", "long"]])
 def test_hangs_are_told_from_long_work_and_recovered_from_exactly(tmp_path: Path, faults: list[str]) -> None:
     """Rank 1 hangs once in each of the first rounds; in the last it only evaluates, saves and trains slowly."""
     with running(
