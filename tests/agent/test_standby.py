@@ -237,7 +237,7 @@ def test_after_a_kill_the_standby_is_the_worker_and_a_drain_leaves_nothing(tmp_p
         status = job.wait_status(lambda s: s["incidents"] and s["incidents"][0]["seconds"]["total"])
         assert [worker["pid"] for worker in status["workers"]] == [standby]
         seconds = status["incidents"][0]["seconds"]
-        assert seconds["total"] < 1.0, "there was something to import"
+        assert seconds["total"] < 2.0, "there was something to import"
         assert sum(seconds[name] for name in seconds if name != "total") == pytest.approx(seconds["total"], rel=0.05)
         (log,) = tmp_path.glob("logs/*/attempt_1/0/stdout.log")
         assert log.read_text() == "has ['mine', 'torch', 'wave']\n"
