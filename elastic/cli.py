@@ -22,6 +22,7 @@ commands:
   status       what the agents of this host are doing
   drain        ask an agent to save and stop, as SIGTERM does
   checkpoints  list, show, verify, prune or export checkpoints
+  doctor       is this node fit to train? (elasticd doctor --help)
   dashboards   write the Grafana dashboard and the Prometheus rules into a directory
   demo         train a small model, lose a worker, and prove that no sample was lost"""
 
@@ -56,7 +57,7 @@ def _open_closed_streams() -> None:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    """`run` and `demo` have command lines of their own, the rest share one parser."""
+    """`run`, `demo` and `doctor` have command lines of their own, the rest share one parser."""
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if command == "run":
         return _run(rest)
@@ -65,6 +66,11 @@ def _dispatch(arguments: list[str]) -> int:
         from elastic.demo.demo import main as demo
 
         return int(demo(rest))
+    if command == "doctor":
+        _log_to_stderr()
+        from elastic.doctor import main as doctor
+
+        return doctor(rest, os.environ)
     options = _parser().parse_args(arguments)
     _log_to_stderr()
     return int(options.handler(options))
@@ -145,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     dashboards.add_argument("directory", type=Path, metavar="DIR", help="made if need be; files of ours are replaced")
     dashboards.set_defaults(handler=_dashboards)
-    for command in ("run", "demo"):  # known to the parser for its messages alone
+    for command in ("run", "demo", "doctor"):  # known to the parser for its messages alone
         commands.add_parser(command, add_help=False)
     return parser
 
