@@ -72,7 +72,7 @@ def collect(argv: Sequence[str], environ: Mapping[str, str]) -> Given:
     elif "training_script" in filed and ("module" in said or variables.get("module")):
         raise UsageError(f"-m/--module needs its module on the command line; {path} names {filed['training_script']!r}")
     layers: dict[Source, Mapping[str, Any]] = {
-        "default": {key: option.default for key, option in options.items()},
+        "default": {**{key: option.default for key, option in options.items()}, "nccl": {}},
         "file": filed,
         "variable": {key: value for key, value in variables.items() if key != "module" or "module" not in filed},
         "flag": said,

@@ -75,6 +75,8 @@ def run_job(config: JobConfig) -> int:
         )
         host = f"[{config.http_host}]" if ":" in config.http_host else config.http_host
         logger.info("job %s on %s: status at http://%s:%d/status", config.run_id, config.node_id, host, server.port)
+        if config.nccl:
+            logger.info("NCCL: %s", ", ".join(f"{name}={value}" for name, value in config.nccl))
         with contextlib.closing(gpus), contextlib.closing(measuring), contextlib.closing(server):
             agent.run()
         return _report(agent)

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import fcntl
 import ipaddress
+import re
 import socket
 import struct
 import time
@@ -94,6 +95,26 @@ def check_own_name(name: str, environ: Mapping[str, str], *, many: bool) -> Iter
         yield warning("own name", message, "GLOO_SOCKET_IFNAME=<interface>, or the real address in /etc/hosts")
     else:
         yield ok("own name", f"{name} is {', '.join(addresses) or 'unknown here'}")
+
+
+def check_nccl(settings: Mapping[str, str], found: Iterable[Interface]) -> Iterator[Finding]:
+    """What NCCL is told, and whether the interfaces that it is told to use are there."""
+    named = settings.get("NCCL_SOCKET_IFNAME", "")
+    names = [interface.name for interface in found if interface.is_up and interface.addresses]
+    if named and not any(_is_meant(name, named) for name in names):
+        message = f"NCCL_SOCKET_IFNAME={named} fits none of {', '.join(names)}"
+        yield error("nccl", message, "name an interface of this host that is up, in [nccl] or the environment")
+    else:
+        yield ok("nccl", ", ".join(f"{name}={value}" for name, value in settings.items()) or "no NCCL_ variable is set")
+
+
+def _is_meant(name: str, pattern: str) -> bool:
+    """As NCCL reads it: prefixes; after = whole names; after ^ all but those."""
+    sign = re.match(r"\^?=?", pattern)
+    signs = sign[0] if sign else ""
+    parts = pattern[len(signs) :].split(",")
+    hit = name in parts if "=" in signs else any(name.startswith(part) for part in parts)
+    return hit != ("^" in signs)
 
 
 def check_reverse(

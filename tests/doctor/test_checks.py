@@ -186,6 +186,17 @@ def test_a_host_that_is_loopback_to_itself_is_a_warning_for_many_nodes_unless_gl
     assert only(network.check_own_name("localhost", {"GLOO_SOCKET_IFNAME": "eth0"}, many=True)).state == "ok"
 
 
+@pytest.mark.parametrize(
+    ("named", "state"),
+    [("eth0", "ok"), ("eth", "ok"), ("=eth", "error"), ("=eth0,ib0", "ok"), ("^lo", "ok"), ("ib0", "error"),
+     ("^lo,eth", "error"), ("eth1", "error")],
+)  # fmt: skip
+def test_the_interface_that_nccl_is_told_must_be_there(named: str, state: str) -> None:
+    found = only(network.check_nccl({"NCCL_SOCKET_IFNAME": named}, [LOOPBACK, ETH0, DOWN]))
+    assert found.state == state
+    assert named in found.message
+
+
 def test_a_slow_reverse_lookup_is_a_warning() -> None:
     clocks = iter([0.0, 5.0])
     slow = only(network.check_reverse("10.0.0.5", lambda _: None, lambda: next(clocks)))
