@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from elastic import __version__
+from elastic import __version__, values
 from elastic.checks import clock, gpus, limits, network, service, software, storage
 from elastic.checks.finding import Check, Finding, Host, examine, ok, warning
 from elastic.checks.report import as_json, exit_code, print_text
@@ -29,7 +30,9 @@ _USAGE = """elasticd doctor [JOB.toml | flags of elasticd run] [--json] [--prefl
 Is this node fit to train the job? Exit 0: no error, 1: an error, 2: wrong usage. Takes every flag of
 `elasticd run`, or its job file; without a script it looks at the node alone.
 
-  --json       a list of {check, state, message, remedy}"""
+  --json                  a list of {check, state, message, remedy}
+  --preflight             measure the network too: run it on every node of the job at the same time
+  --preflight-timeout S   how long that may take, waiting for the others included (default: 120)"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +58,10 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Returns the exit code. Raises: UsageError for settings that `elasticd run` would refuse as well."""
     options, rest = _parser().parse_known_args(argv)
     config, job_file = _job(rest, environ)
-    findings = examine(
-        checks(Subject(config=config, job_file=job_file, environ=environ)), timeout_seconds=_CHECK_SECONDS
-    )
+    subject = Subject(config=config, job_file=job_file, environ=environ)
+    findings = examine(checks(subject), timeout_seconds=_CHECK_SECONDS)
+    if options.preflight:
+        findings += _preflight(config, options.preflight_timeout)
     if options.json:
         sys.stdout.write(as_json(findings) + "\n")
     else:
@@ -73,7 +77,16 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="elasticd doctor", usage=_USAGE, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--preflight", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--preflight-timeout", type=values.seconds, default=120.0, help=argparse.SUPPRESS)
     return parser
+
+
+def _preflight(config: JobConfig, timeout_seconds: float) -> list[Finding]:
+    """After the checks, and with whatever they found: a node that stays away would look like a broken network."""
+    from elastic.preflight import preflight
+
+    return list(preflight(config, os.environ, timeout_seconds))
 
 
 def _job(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[JobConfig, Path | None]:
@@ -110,6 +123,7 @@ def checks(subject: Subject) -> dict[str, Check]:
         "interfaces": lambda: network.check_interfaces(found()),
         "address": lambda: _address(subject, found()),
         "own name": lambda: network.check_own_name(socket.gethostname(), subject.environ, many=subject.many),
+        "nccl": lambda: network.check_nccl(dict(config.nccl), found()),
         "http port": lambda: network.check_http(config.http_host, config.http_port),
         "port range": lambda: network.check_port_range(host),
         "shared memory": lambda: storage.check_shm(shm, used=config.memory_checkpoints, state_bytes=state_bytes()),

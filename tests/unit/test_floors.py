@@ -24,7 +24,7 @@ ROOMS = {
     **dict.fromkeys(("cli_checkpoints", "cli_status", "cli_table", "__main__"), "cli"),
     **dict.fromkeys(("flags", "jobfile", "rules", "values"), "config"),
     "timings": "progress",
-    "checks": "doctor",
+    **dict.fromkeys(("checks", "preflight"), "doctor"),
 }
 LEVELS = {room: level for level, rooms in FLOORS.items() for room in rooms}
 SOURCES = sorted([*ROOT.glob("elastic/**/*.py"), *ROOT.glob("checkpoints/**/*.py")])
