@@ -30,7 +30,10 @@ _SHARED = (
     *("lease_ttl_seconds", "last_call_seconds"),
     *("settle_seconds", "join_timeout_seconds", "max_restarts", "restart_window_seconds", "drain_grace_seconds"),
 )
-_PATHS = ("log_dir", "checkpoint_dir", "etcd_ca", "etcd_cert", "etcd_key")
+_PATHS = (
+    *("log_dir", "checkpoint_dir", "etcd_ca", "etcd_cert", "etcd_key"),
+    *("http_token_file", "http_cert", "http_key"),
+)
 _AS_THEY_ARE = (
     *("module", "no_python", "run_path", "rdzv_conf", "role", "master_addr", "master_port", "local_addr", "etcd_user"),
     *(
@@ -114,6 +117,9 @@ class JobConfig:
     # what the agent serves
     http_host: str = "127.0.0.1"
     http_port: int = 9431  # 0 = any free one
+    http_token_file: str | None = None
+    http_cert: str | None = None
+    http_key: str | None = None
 
     # accepted for torchrun's sake, without effect here
     start_method: str = "spawn"

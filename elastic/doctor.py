@@ -125,6 +125,9 @@ def checks(subject: Subject) -> dict[str, Check]:
         "own name": lambda: network.check_own_name(socket.gethostname(), subject.environ, many=subject.many),
         "nccl": lambda: network.check_nccl(dict(config.nccl), found()),
         "http port": lambda: network.check_http(config.http_host, config.http_port),
+        "http access": lambda: network.check_exposure(
+            config.http_host, token=config.http_token_file is not None, tls=config.http_cert is not None
+        ),
         "port range": lambda: network.check_port_range(host),
         "shared memory": lambda: storage.check_shm(shm, used=config.memory_checkpoints, state_bytes=state_bytes()),
         "checkpoints": lambda: storage.check_directory(config.checkpoint_dir, state_bytes()),

@@ -25,6 +25,7 @@ from elastic.agent.memory import memory_folder
 from elastic.agent.systemd import Notifier
 from elastic.config import JobConfig
 from elastic.errors import ExitCode
+from elastic.metrics.access import exposure, load_access
 from elastic.metrics.catalogue import Samples
 from elastic.metrics.exposition import Exposition
 from elastic.metrics.gpu import Gpus
@@ -70,11 +71,15 @@ def run_job(config: JobConfig) -> int:
         shared = [instance.folder, *([Path(memory_dir)] if memory_dir is not None else [])]
         metrics = Exposition(measuring.measure, [partial(_add_shared, shared), gpus.add_to])
         socket_file = socket_path(instance.folder.parent, os.getpid())
+        access = load_access(config.http_token_file, config.http_cert, config.http_key)
         server = StatusServer(
-            config.http_host, config.http_port, socket_file, agent.status, agent.is_healthy, metrics.text
+            config.http_host, config.http_port, socket_file, agent.status, agent.is_healthy, metrics.text, access
         )
         host = f"[{config.http_host}]" if ":" in config.http_host else config.http_host
-        logger.info("job %s on %s: status at http://%s:%d/status", config.run_id, config.node_id, host, server.port)
+        url = f"{'http' if access.tls is None else 'https'}://{host}:{server.port}/status"
+        logger.info("job %s on %s: status at %s", config.run_id, config.node_id, url)
+        if risk := exposure(server.address, token=access.token is not None, tls=access.tls is not None):
+            logger.warning("%s", risk)
         if config.nccl:
             logger.info("NCCL: %s", ", ".join(f"{name}={value}" for name, value in config.nccl))
         with contextlib.closing(gpus), contextlib.closing(measuring), contextlib.closing(server):

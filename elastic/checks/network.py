@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from elastic.checks.finding import Finding, Host, error, ok, warning
+from elastic.metrics.access import exposure
 
 _SIOCGIFADDR = 0x8915
 _SLOW_LOOKUP_SECONDS = 0.5
@@ -150,6 +151,17 @@ def check_http(address: str, port: int) -> Iterator[Finding]:
             yield error("http port", f"{where} cannot be served: {exc.strerror or exc}", remedy)
     else:
         yield ok("http port", f"{where} is free" if port else f"{where.rpartition(':')[0]}, any port")
+
+
+def check_exposure(host: str, *, token: bool, tls: bool) -> Iterator[Finding]:
+    """Who else can ask there."""
+    address = _first_address(host)
+    risk = exposure(address, token=token, tls=tls) if address else ""
+    if risk:
+        message, _, remedy = risk.partition("; ")
+        yield warning("http access", message, remedy)
+    else:
+        yield ok("http access", "this host alone" if not token else "who has the token")
 
 
 def check_port_range(host: Host) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ import io
 import json
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elastic.errors import UsageError
+from elastic.metrics.access import CHALLENGES, OPEN, Access
 from elastic.runtime import socket_address
 from elastic.status import JobStatus
 
@@ -60,12 +62,14 @@ class StatusServer:
         status: Callable[[], JobStatus],
         healthy: Callable[[], bool],
         metrics: Metrics | None = None,
+        access: Access = OPEN,
     ) -> None:
         routes = _routes(status, healthy, metrics)
         tcp = _bind_tcp(host, port)
+        self.address: str = tcp.getsockname()[0]
         self.port: int = tcp.getsockname()[1]
         self._socket_path = socket_path
-        self._listeners = [_Listener(tcp, routes, "elasticd-http")]
+        self._listeners = [_Listener(tcp, routes, "elasticd-http", access)]
         if socket_path is not None:
             try:
                 unix = _bind_unix(socket_path)
@@ -105,12 +109,16 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "elasticd"
     sys_version = ""
 
-    def __init__(self, connection: socket.socket, routes: Routes) -> None:
+    def __init__(self, connection: socket.socket, routes: Routes, access: Access) -> None:
         self._routes = routes
+        self._access = access
         super().__init__(connection, "", None)  # type: ignore[arg-type]  # address and server serve logging alone
 
     def handle(self) -> None:
         self.close_connection = True
+        if isinstance(self.connection, ssl.SSLSocket):
+            self.connection.settimeout(_EXCHANGE_SECONDS)
+            self.connection.do_handshake()
         self.rfile.close()
         self.rfile = io.BufferedReader(io.BytesIO(_read_head(self.connection)))
         self.connection.settimeout(_EXCHANGE_SECONDS)  # sendall counts it as a whole
@@ -122,6 +130,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", answer.content_type)
         self.send_header("Content-Length", str(len(answer.body)))
         self.send_header("Cache-Control", "no-store")
+        if answer.code == 401:
+            for challenge in CHALLENGES:
+                self.send_header("WWW-Authenticate", challenge)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(answer.body)
@@ -130,6 +141,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> Answer:
         path = self.path.partition("?")[0]
+        if not self._access.allows(path, self.headers.get("Authorization", "")):
+            return Answer(401, b"a token is needed: Authorization: Bearer TOKEN (--http-token-file)\n")
         route = self._routes.get(path)
         if route is None:
             return Answer(404, f"nothing at {path[:200]!r}; there are {' '.join(self._routes)}\n".encode())
@@ -162,9 +175,10 @@ def _read_head(connection: socket.socket) -> bytes:
 class _Listener:
     """Accepts on one socket; a thread per connection, at most `_CONNECTIONS` of them."""
 
-    def __init__(self, listening: socket.socket, routes: Routes, name: str) -> None:
+    def __init__(self, listening: socket.socket, routes: Routes, name: str, access: Access = OPEN) -> None:
         self._socket = listening
         self._routes = routes
+        self._access = access
         self._name = name
         self._closing = False
         self._lock = threading.Lock()
@@ -204,6 +218,8 @@ class _Listener:
             if len(self._open) >= _CONNECTIONS:
                 connection.close()
                 return
+            if self._access.tls is not None:  # the handshake is the thread's business: it may take its time
+                connection = self._access.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
             thread = threading.Thread(target=self._serve, args=(connection,), name=f"{self._name}-client", daemon=True)
             self._open[thread] = connection
         try:
@@ -214,7 +230,7 @@ class _Listener:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            _Handler(connection, self._routes)
+            _Handler(connection, self._routes, self._access)
         except OSError as exc:
             logger.debug("%s: client gone: %s", self._name, exc)
         except Exception:  # top of a thread

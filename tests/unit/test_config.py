@@ -116,6 +116,20 @@ def test_only_the_given_environment_counts(monkeypatch: pytest.MonkeyPatch) -> N
     assert os.environ["PET_MAX_RESTARTS"] == "9"
 
 
+def test_a_token_or_key_that_others_may_read_is_refused_by_name(work_directory: Path) -> None:
+    secret = work_directory / "secret"
+    secret.write_text("word")
+    for mode in (0o600, 0o640, 0o400):
+        secret.chmod(mode)
+        assert loaded("--http-token-file", "secret", "train.py").http_token_file == str(secret)
+    for mode in (0o644, 0o660, 0o604):
+        secret.chmod(mode)
+        with pytest.raises(UsageError, match=f"--http-token-file=secret has mode {mode:04o}.*chmod 0600"):
+            loaded("--http-token-file", "secret", "train.py")
+        with pytest.raises(UsageError, match=f"--http-key=secret has mode {mode:04o}"):
+            loaded("--http-cert", "file", "--http-key", "secret", "train.py")
+
+
 NCCL = """
 max_restarts = 1
 
@@ -312,6 +326,9 @@ WRONG: list[tuple[list[str], str]] = [
     (["--local-ranks-filter", "0,2", "--nproc-per-node=2", "train.py"], "no local rank 2 among 2 workers"),
     (["--logs-specs", "nobodys", "train.py"], "--logs-specs=nobodys: no installed package"),
     (["--http", "host", "train.py"], "'host' is not HOST:PORT"),
+    (["--http-cert", "file", "train.py"], "--http-cert=file needs --http-key"),
+    (["--http-key", "file", "train.py"], "--http-key=file needs --http-cert"),
+    (["--http-token-file", "none", "train.py"], "--http-token-file=none does not exist"),
     (["--http", "h:70000", "train.py"], "'h:70000' is not HOST:PORT"),
     (["--http", "a b:1", "train.py"], "no valid host"),
     (["--usr1", "kill", "train.py"], "--usr1: invalid choice: 'kill'"),
