@@ -12,7 +12,7 @@ from elastic.checks.finding import Finding, error, ok
 
 _ASK_SECONDS = 5.0
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-_MARGIN_SECONDS = 5.0  # to kill who does not listen, and to say goodbye
+_MARGIN_SECONDS = 30  # what `elasticd install` adds: to kill who does not listen, and to say goodbye
 
 
 def unit_of(job_name: str) -> str:
@@ -37,10 +37,10 @@ def check_stop_timeout(unit: str, timeout_seconds: float | None, grace_seconds: 
         yield ok("unit", f"{unit} is not installed here")
         return
     shown = "infinity" if math.isinf(timeout_seconds) else f"{timeout_seconds:g} s"
-    message = f"{unit}: TimeoutStopSec is {shown}, --drain-grace {grace_seconds:g} s"
-    if timeout_seconds < grace_seconds + _MARGIN_SECONDS:
-        need = math.ceil(grace_seconds + _MARGIN_SECONDS)
-        remedy = f"systemctl edit {unit}: TimeoutStopSec={need} or more; or a shorter --drain-grace"
+    message = f"{unit}: TimeoutStopSec is {shown}, a drain may take {grace_seconds:g} s"
+    if timeout_seconds <= grace_seconds:
+        need = math.ceil(grace_seconds) + _MARGIN_SECONDS
+        remedy = f"systemctl edit {unit}: TimeoutStopSec={need}; or a shorter --drain-grace, --shutdown-timeout"
         yield error("unit", f"{message}: systemd would kill a drain", remedy)
     else:
         yield ok("unit", message)
