@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -71,12 +72,16 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
+    gc.disable()  # a fifth of torch's import would be the search for garbage among what it makes
     from elastic.config import load
 
     _log_to_stderr()
     config = load(argv, os.environ)
     from elastic.agent.launch import run_job
     from elastic.agent.log_thread import LOG_THREAD
+
+    gc.freeze()  # what was imported stays for good
+    gc.enable()
 
     code = run_job(config)
     if any(thread.name.startswith(("TailLog", LOG_THREAD)) for thread in threading.enumerate()):

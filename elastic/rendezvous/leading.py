@@ -141,7 +141,7 @@ class Leading:
         self._is_loaded = True
         if self._watch is None:
             self._watch = self._store.watch(
-                self._keys.nodes,
+                [self._keys.nodes],
                 prefix=True,
                 after_revision=snapshot.revision,
                 on_events=lambda events: self._post(lambda: self._on_events(events)),

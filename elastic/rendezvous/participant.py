@@ -17,7 +17,7 @@ import collections
 import dataclasses
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from elastic.errors import ElasticError, StoreRefusedError, StoreUnavailableError, UsageError
 from elastic.rendezvous.breaking import broken_by
@@ -72,7 +72,7 @@ class Participant:
         self._wake = wake
         self._draw = draw or random.Random()
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
-        self._watches: list[Watch] = []
+        self._watch: Watch | None = None  # of the two shared keys
         self._chronicle = Chronicle()
         self._own = Holding(
             store=store,
@@ -184,9 +184,9 @@ class Participant:
 
     def close(self) -> None:
         """Stop everything of this node here; its keys go when the lease ends, or have gone with `leave`."""
-        for watch in self._watches:
-            watch.close()
-        self._watches = []
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         self._election.step_down()
         self._own.stop_renewing()
 
@@ -233,22 +233,26 @@ class Participant:
 
     def _read(self, now: float) -> None:
         """Read the two shared keys; the first time, watch them from there on."""
-        is_first = not self._watches
-        found = [(key, self._store.read(key)) for key in (self._keys.round, self._keys.leader)]
-        for (key, snapshot), take in zip(found, (self._take_round, self._take_leader), strict=True):
-            take(snapshot.get(key), snapshot.revision, is_first)
-            if is_first:
-                self._watches.append(self._watch(key, snapshot.revision, take))
+        is_first = self._watch is None
+        takes = {self._keys.round: self._take_round, self._keys.leader: self._take_leader}
+        found = {key: self._store.read(key) for key in takes}
+        for key, snapshot in found.items():
+            takes[key](snapshot.get(key), snapshot.revision, is_first)
+        if self._watch is None:
+            after = min(snapshot.revision for snapshot in found.values())
+            self._watch = self._watch_both(after, takes)
         self._must_read, self._read_at = False, now
         if is_first and self._settings.restarted and self._chronicle.round is not None:
             self._incarnation = self._chronicle.round.incarnation
 
-    def _watch(self, key: str, revision: int, take: Callable[[Entry | None, int, bool], None]) -> Watch:
+    def _watch_both(self, after: int, takes: Mapping[str, Callable[[Entry | None, int, bool], None]]) -> Watch:
         def told(events: Sequence[Event]) -> None:
-            newest = events[-1]
-            self.post(lambda: take(newest.entry, newest.revision, False))
+            newest = events[-1]  # all are of one key
+            self.post(lambda: takes[newest.key](newest.entry, newest.revision, False))
 
-        return self._store.watch(key, after_revision=revision, on_events=told, on_gap=lambda: self.post(self._on_gap))
+        return self._store.watch(
+            list(takes), after_revision=after, on_events=told, on_gap=lambda: self.post(self._on_gap)
+        )
 
     def _on_gap(self) -> None:
         self._must_read = True

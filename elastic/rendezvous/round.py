@@ -15,7 +15,7 @@ import dataclasses
 import enum
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Phase(str, enum.Enum):
@@ -56,9 +56,11 @@ class Node:
     settings: str = ""  # digest of what all nodes must agree on
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """A node's seat in a round; the position in `Round.members` is its node rank."""
+class Member(NamedTuple):
+    """A node's seat in a round; the position in `Round.members` is its node rank.
+
+    A tuple, for each of a thousand nodes makes a thousand of them from the text of a round.
+    """
 
     node_id: str
     join: int
@@ -130,7 +132,7 @@ class Round:
             for field in dataclasses.fields(self)
             if field.init and (field.default is dataclasses.MISSING or getattr(self, field.name) != field.default)
         }
-        fields["members"] = [(member.node_id, member.join, member.slots) for member in self.members]
+        fields["members"] = self.members
         if self.flaky:
             fields["flaky"] = [(flaky.node_id, flaky.losses) for flaky in self.flaky]
         return json.dumps(fields, sort_keys=True, separators=(",", ":"))
@@ -140,7 +142,7 @@ class Round:
         """Keys that a newer version has added are ignored. Raises: ValueError when `text` is not a round."""
         try:
             fields: dict[str, Any] = json.loads(text)
-            members = tuple(Member(node_id=i, join=join, slots=slots) for i, join, slots in fields.pop("members"))
+            members = tuple(Member(*seat) for seat in fields.pop("members"))
             flaky = tuple(Flaky(node_id=i, losses=losses) for i, losses in fields.pop("flaky", ()))
             leaving = tuple(fields.pop("leaving", ()))
             late = tuple((i, join) for i, join in fields.pop("late", ()))
