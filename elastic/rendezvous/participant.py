@@ -26,6 +26,7 @@ from elastic.rendezvous.election import Election
 from elastic.rendezvous.holding import Holding, Keeper, LeaseGoneError, MakeKeeper
 from elastic.rendezvous.identity import Identity
 from elastic.rendezvous.leader_view import Rules
+from elastic.rendezvous.leading import Office
 from elastic.rendezvous.membership import Breakage
 from elastic.rendezvous.records import Keys, News, NodeRecord
 from elastic.rendezvous.round import Node, Phase
@@ -84,16 +85,16 @@ class Participant:
             make_keeper=make_keeper,
             on_lost=lambda lease: self.post(lambda: self._lose() if self._own.lease == lease else None),
         )
-        self._election = Election(
+        office = Office(
             store=store,
             keys=keys,
             rules=settings.rules,
             chronicle=self._chronicle,
-            own=self._own,
             post=self.post,
             clock=clock,
             draw=self._draw,
         )
+        self._election = Election(office, self._own)
         self._is_joined = False
         self._is_going = False
         self._has_left = False
