@@ -115,6 +115,7 @@ ENDS = [  # moment, what is sent to the agent, exit codes
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_agent_is_drained_killed_or_stopped_at_any_moment_and_the_next_one_goes_on_to_the_same_end(
     tmp_path: Path, undisturbed: Path
