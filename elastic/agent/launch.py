@@ -30,6 +30,7 @@ from elastic.metrics.exposition import Exposition
 from elastic.metrics.gpu import Gpus
 from elastic.metrics.host import folder_bytes
 from elastic.metrics.server import StatusServer
+from elastic.metrics.site import Site
 from elastic.rendezvous.handler import MembershipHandler
 from elastic.runtime import runtime_dir, socket_path
 
@@ -70,9 +71,8 @@ def run_job(config: JobConfig) -> int:
         shared = [instance.folder, *([Path(memory_dir)] if memory_dir is not None else [])]
         metrics = Exposition(measuring.measure, [partial(_add_shared, shared), gpus.add_to])
         socket_file = socket_path(instance.folder.parent, os.getpid())
-        server = StatusServer(
-            config.http_host, config.http_port, socket_file, agent.status, agent.is_healthy, metrics.text
-        )
+        site = Site(status=agent.status, healthy=agent.is_healthy, metrics=metrics.text, points=measuring.points)
+        server = StatusServer(config.http_host, config.http_port, socket_file, site)
         host = f"[{config.http_host}]" if ":" in config.http_host else config.http_host
         logger.info("job %s on %s: status at http://%s:%d/status", config.run_id, config.node_id, host, server.port)
         with contextlib.closing(gpus), contextlib.closing(measuring), contextlib.closing(server):

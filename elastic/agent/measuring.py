@@ -11,6 +11,7 @@ from elastic.agent.mailbox import Mailbox, Request
 from elastic.config import JobConfig
 from elastic.metrics.goodput import Seen
 from elastic.metrics.goodput_file import KeptGoodput, place
+from elastic.metrics.history import History, point_of
 from elastic.metrics.job_record import JobRecord
 from elastic.metrics.measured import Measured, StoreTotals, WorkerReport
 from elastic.metrics.totals import Totals
@@ -39,13 +40,15 @@ class StoreMeter:
 
 
 class Measuring:
-    """`passed` and `ended` are the loop's, `measure` is for any thread."""
+    """`passed` and `ended` are the loop's, `measure` and `points` are for any thread."""
 
     def __init__(self, *, config: JobConfig, crew: Crew, mailbox: Mailbox, store: Callable[[], StoreTotals]) -> None:
         self._crew, self._mailbox, self._store = crew, mailbox, store
         self._totals = Totals(config.nproc_per_node)
         self._record = JobRecord(time.monotonic())
         self._goodput = KeptGoodput(place(config.checkpoint_dir, config.run_id, config.node_id))
+        self._history = History()
+        self._commits = {"disk": 0.0, "memory": 0.0}  # unix time of the newest by tier
         self._status: JobStatus | None = None
         self._is_leader = False
         self._last: Measured | None = None
@@ -58,6 +61,13 @@ class Measuring:
         self._record.note(status, cause=cause, is_leader=view.is_leader, now=now)
         reported = [worker.progress for worker in self._crew.workers.alive if worker.progress.pid]
         self._goodput.account.note(Seen(time=now, status=status, worker=min(reported, key=_step, default=None)))
+        self._commits = {
+            "disk": max([self._commits["disk"], *(report.commit_unix_time for report in reported)]),
+            "memory": max([self._commits["memory"], *(report.memory_unix_time for report in reported)]),
+        }
+        unix_time = time.time()
+        if self._history.is_due(unix_time, status.round):
+            self._history.note(point_of(unix_time, status, reported, self._goodput.account.whole.ratio))
 
     def ended(self) -> None:
         """All workers have ended and are about to be forgotten: what they have counted is taken over."""
@@ -77,6 +87,10 @@ class Measuring:
         if answer is None:
             raise TimeoutError("the agent's loop has not finished its first pass")
         return answer
+
+    def points(self, since: float) -> str:
+        """What the page draws, as JSON: everything noted after a unix time."""
+        return self._history.to_json(since, time.time(), self._commits)
 
     def close(self) -> None:
         self._goodput.close()

@@ -19,6 +19,7 @@ import pytest
 
 from elastic.metrics import dashboards
 from elastic.metrics.server import StatusServer
+from elastic.metrics.site import Site
 from elastic.progress import Phase
 from elastic.status import Incident, IncidentSeconds
 from tests.metrics.support import Node
@@ -97,7 +98,14 @@ def nodes(tmp_path: Path) -> Iterator[list[tuple[Node, StatusServer]]]:
         folder.mkdir()
         node = Node(folder)
         node.start_round()
-        made.append((node, StatusServer("127.0.0.1", 0, None, node.status, lambda: True, node.exposition.text)))
+        made.append(
+            (
+                node,
+                StatusServer(
+                    "127.0.0.1", 0, None, Site(status=node.status, healthy=lambda: True, metrics=node.exposition.text)
+                ),
+            )
+        )
     yield made
     for node, server in made:
         server.close()
