@@ -66,7 +66,7 @@ class Measuring:
             "memory": max([self._commits["memory"], *(report.memory_unix_time for report in reported)]),
         }
         unix_time = time.time()
-        if self._history.is_due(unix_time, status.round):
+        if self._history.is_due(unix_time, status):
             self._history.note(point_of(unix_time, status, reported, self._goodput.account.whole.ratio))
 
     def ended(self) -> None:

@@ -70,12 +70,12 @@ class History:
         self._whole_seconds = WHOLE_SECONDS
         self._lock = threading.Lock()
 
-    def is_due(self, time: float, round_number: int) -> bool:
-        """Whether the moment is to be noted: a second has passed, the round is another, or the clock was set back."""
+    def is_due(self, time: float, status: JobStatus) -> bool:
+        """Whether the moment is to be noted: a second has passed, state or round changed, or the clock was set back."""
         if not self._recent:
             return True
         last = self._recent[-1]
-        return not 0 <= time - last.time < RECENT_SECONDS or round_number != last.round
+        return not 0 <= time - last.time < RECENT_SECONDS or (status.state, status.round) != (last.state, last.round)
 
     def note(self, point: Point) -> None:
         with self._lock:

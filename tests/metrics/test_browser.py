@@ -112,7 +112,7 @@ def test_an_incident_appears_after_a_kill_and_says_what_it_cost(window: Browser,
     os.kill(status["workers"][1]["pid"], signal.SIGKILL)
     wait_for(lambda: "back in" in window.text("#incidents"), what="the incident is there")
     incident = window.text("#incidents")
-    assert "rank 1" in incident
+    assert "Rank 1 killed by SIGKILL" in incident
     assert "round 2" in incident
     assert "repeated" in incident or "no step lost" in incident
     wait_for(lambda: window.text("#word") == "Training", what="it trains again")

@@ -71,7 +71,7 @@
         return ["quiet", "Spare", "There are as many nodes as the job takes; this one stands by."];
       default:
     }
-    if (isOpen) return ["busy", "Recovering", `${sentence(last.cause)} ${agoText(last.time)}.`];
+    if (isOpen) return ["busy", "Recovering", `${sentence(last.cause)}, ${agoText(last.time)}.`];
     if (status.state === "running" && quiet !== null && quiet > Math.max(60, 10 * pace)) {
       const behind = stepping.find((worker) => worker.age_seconds === quiet);
       return ["warn", "No progress", `Rank ${behind.rank} has shown none for ${duration(quiet)}, at step ${number(behind.step)}.`];
@@ -92,10 +92,11 @@
   function recovered(incident) {
     const back = incident.seconds.total === null ? "Training again" : `Training again after ${duration(incident.seconds.total)}`;
     const lost = incident.lost_steps === null ? "" : incident.lost_steps ? `; ${plural(incident.lost_steps, "step")} repeated` : "; no step was lost";
-    return `${sentence(incident.cause)} ${agoText(incident.time)}. ${back}${lost}.`;
+    return `${sentence(incident.cause)}, ${agoText(incident.time)}. ${back}${lost}.`;
   }
 
-  const sentence = (text) => (text ? text[0].toUpperCase() + text.slice(1) : "Something happened");
+  const plain = (cause) => cause.replace(/ killed: killed by /, " killed by ");
+  const sentence = (cause) => (cause ? plain(cause[0].toUpperCase() + cause.slice(1)) : "Something happened");
   const who = (failure) => (failure.rank === null ? failure.node_id : `Rank ${failure.rank} on ${failure.node_id}`);
 
   function sayVerdict() {
@@ -164,7 +165,7 @@
       ...waiting.map((node) => el("div", { class: "node" }, el("h3", {}, node.node_id, el("small", {}, "waits")), el("p", { class: "nothing" }, node.reason))),
     ]);
     const states = [...new Set(rows.flatMap((node) => node.workers.map((worker) => worker.state)))];
-    render("ranks-legend", states, () => states.map((state) => el("span", {}, `${CELLS[state][1]} ${CELLS[state][2]}`)));
+    render("ranks-legend", states.length > 1 ? states : [], (several) => several.map((state) => el("span", {}, `${CELLS[state][1]} ${CELLS[state][2]}`)));
   }
 
   function nodeRow(node, small) {
@@ -182,7 +183,7 @@
     return el("li", { class: "cell", "data-rank": worker.rank, "data-state": worker.state, "data-tone": slow && tone === "ok" ? "warn" : tone, title: label, "aria-label": label },
       el("b", {}, worker.rank, el("i", { "aria-hidden": true }, sign)),
       lines.map((line) => el("span", {}, line)),
-      slow ? el("span", { class: "slow" }, ` ×${number(worker.slowdown, 2)}`) : null);
+      slow ? el("span", { class: "slow" }, ` ${number(worker.slowdown, 2)}× the median`) : null);
   }
 
   // -- curves
@@ -224,14 +225,15 @@
   function incidentItem(incident) {
     const parts = PHASES.filter((phase) => incident.seconds[phase] !== null).map((phase) => [phase, incident.seconds[phase]]);
     const total = incident.seconds.total;
+    const sum = parts.reduce((all, [, seconds]) => all + seconds, 0);
     const words = parts.map(([phase, seconds]) => `${phase.replace("_", " ")} ${duration(seconds)}`);
     const bar = el("div", { class: "phases", role: "img", "aria-label": words.join(", ") }, parts.map(([phase, seconds]) => {
       const part = el("span", { class: "seg", "data-phase": phase });
-      part.style.flexGrow = String(Math.max(seconds, 0.0001));
+      part.style.flexGrow = String((100 * seconds) / (sum || 1)); // less than 1 in all would leave room
       return part;
     }));
     return el("li", { class: "incident" },
-      el("p", { class: "head" }, el("span", {}, incident.cause), ago(incident.time)),
+      el("p", { class: "head" }, el("span", {}, sentence(incident.cause)), ago(incident.time)),
       el("p", { class: "cost" }, total === null ? "not over yet" : el("b", {}, `back in ${duration(total)}`),
         incident.lost_steps === null ? "" : ` · ${incident.lost_steps ? `${plural(incident.lost_steps, "step")} repeated` : "no step lost"}`,
         incident.round ? ` · round ${incident.round}` : ""),
@@ -289,17 +291,21 @@
     const silent = answeredAt ? (Date.now() - answeredAt) / 1000 : null;
     const lost = byId("lost");
     const isLost = error !== null && (silent === null || silent > 2.5);
-    if (isLost) {
+    if (isLost && document.body.dataset.live !== "no") {
+      const isOver = status !== null && status.state === "closed";
+      const seen = silent === null ? "" : ` What you see is of ${clock(answeredAt / 1000 + skew, true)}.`;
+      lost.textContent = isOver ? `The agent has ended with the job.${seen}` : `The agent does not answer.${seen}`;
+      if (!isOver) {
+        set("story", status === null ? "" : `When it last did: ${verdict()[1]}.`);
+        set("word", "No answer");
+        document.body.dataset.tone = "bad";
+        document.title = `No answer · ${status === null ? "elasticd" : status.run_id}`;
+      }
       document.body.dataset.live = "no";
-      document.body.dataset.tone = "bad";
-      const text = silent === null ? "The agent does not answer." : `The agent does not answer. What you see is of ${clock(answeredAt / 1000 + skew, true)}.`;
-      if (lost.textContent !== text) lost.textContent = text;
-      set("word", "No answer");
-      document.title = "No answer · elasticd";
     }
     if (!isLost) lost.textContent = "";
     lost.hidden = !isLost;
-    set("clock", `${clock(agentNow(), true)}`);
+    set("clock", `· ${clock(agentNow(), true)}`);
     for (const node of document.querySelectorAll("time[data-at]")) {
       const text = agoText(Number(node.dataset.at));
       if (node.textContent !== text) node.textContent = text;
