@@ -6,7 +6,7 @@ One memory-mapped file per local rank and round, made by the agent before the wo
 Layout, in native byte order:
 
     0     magic, schema digest         written once by `create`
-    64    request line                 written by the agent alone: drain flag, number of saves asked for
+    64    request line                 written by the agent alone: drain flag, number of saves and of profiles asked for
     128   slot 0                       sequence, fields, crc32 of both
     ...   slot 1                       the same
     ...   two slots of timings         sequence, histograms (elastic.timings), crc32; written once a step
@@ -228,6 +228,11 @@ class ProgressReader:
         if self._is_whole():
             self._requests[1] += 1
 
+    def request_profile(self) -> None:
+        """Tell the worker that there is an order beside the block: see `elastic.profile_order`."""
+        if self._is_whole():
+            self._requests[2] += 1
+
     def close(self) -> None:
         self._requests.release()
         self._block.close()
@@ -238,6 +243,7 @@ class ProgressWriter:
     """The worker's side. Its threads share one lock; the newest value of every field is kept and written whole."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._block = _map(path)
         self._requests = memoryview(self._block)[_REQUEST_OFFSET : _REQUEST_OFFSET + 64].cast("Q")
         self._lock = threading.Lock()
@@ -284,6 +290,11 @@ class ProgressWriter:
     def saves_requested(self) -> int:
         """How many saves the agent has asked for since the block was made."""
         return int(self._requests[1])
+
+    @property
+    def profiles_requested(self) -> int:
+        """How many profiles the agent has asked for since the block was made."""
+        return int(self._requests[2])
 
     def close(self) -> None:
         with self._lock:

@@ -22,6 +22,7 @@ from elastic.agent.logs import make_logs_specs
 from elastic.agent.mailbox import Mailbox
 from elastic.agent.measuring import Measuring
 from elastic.agent.memory import memory_folder
+from elastic.agent.profiles import Profiles
 from elastic.agent.systemd import Notifier
 from elastic.config import JobConfig
 from elastic.errors import ExitCode
@@ -71,7 +72,14 @@ def run_job(config: JobConfig) -> int:
         shared = [instance.folder, *([Path(memory_dir)] if memory_dir is not None else [])]
         metrics = Exposition(measuring.measure, [partial(_add_shared, shared), gpus.add_to])
         socket_file = socket_path(instance.folder.parent, os.getpid())
-        site = Site(status=agent.status, healthy=agent.is_healthy, metrics=metrics.text, points=measuring.points)
+        profiles = Profiles(crew=crew, mailbox=mailbox, log_dir=config.log_dir)
+        site = Site(
+            status=agent.status,
+            healthy=agent.is_healthy,
+            metrics=metrics.text,
+            points=measuring.points,
+            controls={"/profile": profiles.answer},
+        )
         server = StatusServer(config.http_host, config.http_port, socket_file, site)
         host = f"[{config.http_host}]" if ":" in config.http_host else config.http_host
         logger.info("job %s on %s: status at http://%s:%d/status", config.run_id, config.node_id, host, server.port)

@@ -22,6 +22,7 @@ from elastic.timings import Histogram
 
 logger = logging.getLogger(__name__)
 _ANSWER_SECONDS = 2.0
+_SHOWN_WAITING = 8
 
 
 class StoreMeter:
@@ -50,6 +51,7 @@ class Measuring:
         self._history = History()
         self._commits = {"disk": 0.0, "memory": 0.0}  # unix time of the newest by tier
         self._status: JobStatus | None = None
+        self._said = ""  # the state that the log knows of
         self._is_leader = False
         self._last: Measured | None = None
 
@@ -57,6 +59,7 @@ class Measuring:
         """At the end of each pass of the loop, with what it has come to."""
         now = time.monotonic()
         self._status, self._is_leader = status, view.is_leader
+        self._say(status)
         cause = view.round.cause if view.round is not None else ""
         self._record.note(status, cause=cause, is_leader=view.is_leader, now=now)
         reported = [worker.progress for worker in self._crew.workers.alive if worker.progress.pid]
@@ -68,6 +71,13 @@ class Measuring:
         unix_time = time.time()
         if self._history.is_due(unix_time, status):
             self._history.note(point_of(unix_time, status, reported, self._goodput.account.whole.ratio))
+
+    def _say(self, status: JobStatus) -> None:
+        """A line for each change of state that has none of its own."""
+        before, self._said = self._said, status.state
+        if status.state != before and status.state in ("running", "waiting", "spare"):
+            why = "; ".join(f"{node.node_id}: {node.reason}" for node in status.waiting[:_SHOWN_WAITING])
+            logger.info("round %d: %s, %d ranks%s", status.round, status.state, status.world_size, why and f" ({why})")
 
     def ended(self) -> None:
         """All workers have ended and are about to be forgotten: what they have counted is taken over."""
