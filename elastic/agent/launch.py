@@ -30,7 +30,7 @@ from elastic.metrics.catalogue import Samples
 from elastic.metrics.exposition import Exposition
 from elastic.metrics.gpu import Gpus
 from elastic.metrics.host import folder_bytes
-from elastic.metrics.server import StatusServer
+from elastic.metrics.server import StatusServer, bind_tcp
 from elastic.metrics.site import Site
 from elastic.rendezvous.handler import MembershipHandler
 from elastic.runtime import runtime_dir, socket_path
@@ -43,10 +43,15 @@ def run_job(config: JobConfig) -> int:
     mailbox = Mailbox()
     mailbox.take_signals(SIGNALS)
     memory = memory_folder() if config.memory_checkpoints else contextlib.nullcontext()
-    with contextlib.closing(mailbox), log_thread(), _instance() as instance, memory as memory_dir:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(mailbox))
+        stack.enter_context(log_thread())
+        instance = stack.enter_context(_instance())
+        memory_dir = stack.enter_context(memory)
         keep_open = _lock_alone(config, instance)
         nonce = instance.nonce
-        rendezvous = make_rendezvous(config)
+        tcp = stack.enter_context(bind_tcp(config.http_host, config.http_port))
+        rendezvous = make_rendezvous(config, tcp.getsockname()[1])
         membership = rendezvous.membership
         crew = Crew(
             config=config,
@@ -78,9 +83,10 @@ def run_job(config: JobConfig) -> int:
             healthy=agent.is_healthy,
             metrics=metrics.text,
             points=measuring.points,
+            targets=measuring.targets,
             controls={"/profile": profiles.answer},
         )
-        server = StatusServer(config.http_host, config.http_port, socket_file, site)
+        server = StatusServer(tcp, socket_file, site)
         host = f"[{config.http_host}]" if ":" in config.http_host else config.http_host
         logger.info("job %s on %s: status at http://%s:%d/status", config.run_id, config.node_id, host, server.port)
         with contextlib.closing(gpus), contextlib.closing(measuring), contextlib.closing(server):

@@ -14,9 +14,11 @@ from elastic.metrics.goodput_file import KeptGoodput, place
 from elastic.metrics.history import History, point_of
 from elastic.metrics.job_record import JobRecord
 from elastic.metrics.measured import Measured, StoreTotals, WorkerReport
+from elastic.metrics.site import Target, target
 from elastic.metrics.totals import Totals
 from elastic.progress import Progress
 from elastic.rendezvous.membership import View
+from elastic.rendezvous.round import Node
 from elastic.status import JobStatus
 from elastic.timings import Histogram
 
@@ -53,12 +55,13 @@ class Measuring:
         self._status: JobStatus | None = None
         self._said = ""  # the state that the log knows of
         self._is_leader = False
+        self._nodes: tuple[Node, ...] = ()
         self._last: Measured | None = None
 
     def passed(self, status: JobStatus, view: View) -> None:
         """At the end of each pass of the loop, with what it has come to."""
         now = time.monotonic()
-        self._status, self._is_leader = status, view.is_leader
+        self._status, self._is_leader, self._nodes = status, view.is_leader, view.nodes
         self._say(status)
         cause = view.round.cause if view.round is not None else ""
         self._record.note(status, cause=cause, is_leader=view.is_leader, now=now)
@@ -101,6 +104,11 @@ class Measuring:
     def points(self, since: float) -> str:
         """What the page draws, as JSON: everything noted after a unix time."""
         return self._history.to_json(since, time.time(), self._commits)
+
+    def targets(self) -> list[Target]:
+        """Every agent of the job that is known here and can be reached, spares included, for Prometheus to scrape."""
+        run_id = self._status.run_id if self._status is not None else ""
+        return [target(node.http, run_id=run_id, node_id=node.node_id) for node in self._nodes if node.http]
 
     def close(self) -> None:
         self._goodput.close()

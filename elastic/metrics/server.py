@@ -42,19 +42,12 @@ class Routes(NamedTuple):
 class StatusServer:
     """Serves from construction until `close`. Commands are taken from the socket alone: it is this user's own.
 
-    A busy port is a warning and the next free one; `port` tells which. `socket_path` None = TCP alone.
-    Raises: UsageError when the host is none of this machine's, or the socket cannot be made.
+    `tcp` is what `bind_tcp` made; it is closed with the server. `socket_path` None = TCP alone.
+    Raises: UsageError when the socket cannot be made.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        socket_path: Path | None,
-        site: Site,
-    ) -> None:
+    def __init__(self, tcp: socket.socket, socket_path: Path | None, site: Site) -> None:
         routes = Routes(site.routes(), {})
-        tcp = _bind_tcp(host, port)
         self.port: int = tcp.getsockname()[1]
         self._socket_path = socket_path
         self._listeners = [_Listener(tcp, routes, "elasticd-http")]
@@ -213,8 +206,11 @@ class _Listener:
         connection.close()
 
 
-def _bind_tcp(host: str, port: int) -> socket.socket:
-    """A listening socket at host:port, or at the next free port."""
+def bind_tcp(host: str, port: int) -> socket.socket:
+    """A listening socket at host:port; a busy port is a warning and the next free one. Who connects is not served yet.
+
+    Raises: UsageError when the host is none of this machine's.
+    """
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as exc:

@@ -36,6 +36,12 @@ class Ask(NamedTuple):
 
 
 Route = Callable[[Ask], Answer]
+Target = dict[str, Any]  # as Prometheus' HTTP service discovery wants it
+
+
+def target(address: str, *, run_id: str, node_id: str) -> Target:
+    """One agent. Its names are for relabelling alone: the series have them in `job_info`."""
+    return {"targets": [address], "labels": {"__meta_elasticd_run_id": run_id, "__meta_elasticd_node_id": node_id}}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,7 @@ class Site:
     healthy: Callable[[], bool]
     metrics: Callable[[str], tuple[bytes, str]] | None = None  # (body, content type) for an Accept header
     points: Callable[[float], str] | None = None  # JSON of what has happened since a unix time
+    targets: Callable[[], Sequence[Target]] | None = None
     controls: Mapping[str, Route] = dataclasses.field(default_factory=dict)  # POST, on the unix socket alone
 
     def routes(self) -> dict[str, Route]:
@@ -54,6 +61,9 @@ class Site:
         if self.metrics is not None:
             metrics = self.metrics
             routes["/metrics"] = lambda ask: Answer(200, *metrics(ask.accept))
+        if self.targets is not None:
+            targets = self.targets
+            routes["/sd"] = lambda _: Answer(200, json_line(targets()), _JSON)
         if self.points is not None:
             routes["/"] = _page
             routes["/points"] = self._points

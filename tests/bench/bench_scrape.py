@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from elastic.metrics.server import StatusServer
+from elastic.metrics.server import StatusServer, bind_tcp
 from elastic.metrics.site import Site
 from tests.metrics.support import Node
 
@@ -29,7 +29,7 @@ def run() -> dict[str, Any]:
         node.start_round()
         _train(node)
         server = StatusServer(
-            "127.0.0.1", 0, None, Site(status=node.status, healthy=lambda: True, metrics=node.exposition.text)
+            bind_tcp("127.0.0.1", 0), None, Site(status=node.status, healthy=lambda: True, metrics=node.exposition.text)
         )
         try:
             _scrape(server.port, "")

@@ -14,12 +14,16 @@ from typing import Any
 
 import pytest
 
+from elastic.agent.assembly import http_address
 from elastic.metrics import history as histories
 from elastic.metrics.history import History, Point, point_of
 from elastic.metrics.page import PAGE
-from elastic.metrics.server import StatusServer
+from elastic.metrics.server import StatusServer, bind_tcp
 from elastic.metrics.site import Site
 from elastic.progress import Progress
+from elastic.rendezvous.identity import own_identity
+from elastic.rendezvous.records import NodeRecord
+from elastic.rendezvous.round import Node
 from elastic.status import JobStatus
 
 STATUS = JobStatus(run_id="</script><script>", incarnation="a", node_id="n", state="running", round=1, world_size=2)
@@ -38,7 +42,7 @@ def history() -> History:
 @pytest.fixture
 def server(history: History) -> Iterator[StatusServer]:
     site = Site(status=lambda: STATUS, healthy=lambda: True, points=lambda since: history.to_json(since, 9.0, COMMITS))
-    made = StatusServer("127.0.0.1", 0, None, site)
+    made = StatusServer(bind_tcp("127.0.0.1", 0), None, site)
     yield made
     made.close()
 
@@ -143,3 +147,27 @@ def test_a_point_is_of_the_rank_that_is_behind_and_knows_what_is_not_known() -> 
     restored = point_of(1.0, STATUS, [Progress(pid=1, in_loop=1, step=7)], math.nan)
     assert (restored.step, restored.loss, restored.step_seconds, restored.goodput) == (7, None, None, None)
     assert point_of(1.0, STATUS, [], math.nan).step is None
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "node", "address"),
+    [
+        ("0.0.0.0", 9431, "10.0.0.7", "10.0.0.7:9431"),
+        ("::", 9431, "fd00::7", "[fd00::7]:9431"),
+        ("node7.cluster", 9431, "10.0.0.7", "node7.cluster:9431"),
+        ("127.0.0.1", 9431, "10.0.0.7", ""),
+        ("localhost", 9431, "10.0.0.7", ""),
+        ("127.0.0.1", 9431, "127.0.0.1", "127.0.0.1:9431"),
+        ("0.0.0.0", 0, "10.0.0.7", ""),
+    ],
+)
+def test_a_node_names_the_address_at_which_others_reach_its_page(host: str, port: int, node: str, address: str) -> None:
+    assert http_address(host, port, node) == address
+
+
+def test_a_node_record_of_a_version_that_named_no_address_is_read_all_the_same() -> None:
+    record = NodeRecord(node=Node(node_id="n", addr="a", slots=1, http="a:1"), identity=own_identity())
+    old = json.loads(record.to_json())
+    del old["node"]["http"]
+    assert NodeRecord.from_json(json.dumps(old)).node.http == ""
+    assert NodeRecord.from_json(record.to_json()).node.http == "a:1"
