@@ -5,16 +5,19 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.job import wait_for
+from tests.support.job import MARK, marked, wait_for
 
 DRIVER = shutil.which("chromedriver")
 CHROMIUM = shutil.which("chromium")
@@ -87,9 +90,10 @@ def browser(folder: Path) -> Iterator[Browser]:
     """A browser that is gone, with all its processes and files, when the block ends."""
     assert DRIVER is not None
     log = folder / "chromedriver.log"
+    mark = uuid.uuid4().hex
     with log.open("wb") as out, tempfile.TemporaryDirectory(dir=folder) as home:
         command = [DRIVER, "--port=0"]
-        environ = {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home}
+        environ = {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, MARK: mark}
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environ, start_new_session=True)
         try:
             found = wait_for(
@@ -104,3 +108,7 @@ def browser(folder: Path) -> Iterator[Browser]:
         finally:
             process.terminate()
             process.wait(20)
+            for pid in marked(mark):  # Chromium's processes end a little later than their driver
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: not marked(mark), what="the browser's processes are gone")

@@ -35,7 +35,7 @@ function number(value, digits = 3) {
 function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
   if (seconds < 0.0995) return `${number(seconds * 1000, 2)} ms`;
-  if (seconds < 9.95) return `${number(seconds, 2)} s`;
+  if (seconds < 9.95) return `${number(seconds, 3)} s`;
   if (seconds < 120) return `${Math.round(seconds)} s`;
   if (seconds < 7200) return `${Math.round(seconds / 60)} min`;
   if (seconds < 172800) return `${number(seconds / 3600, 2)} h`;
@@ -51,7 +51,7 @@ function ticks(low, high, count, whole = false) {
   const span = high - low || 1;
   const rough = span / count;
   const power = 10 ** Math.floor(Math.log10(rough));
-  let step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= rough);
+  let step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= rough);
   if (whole) step = Math.max(1, Math.round(step));
   const found = [];
   for (let tick = Math.ceil(low / step - 1e-9) * step; tick <= high + step * 1e-6; tick += step) {
@@ -105,11 +105,11 @@ class Chart {
     const { x, y, box } = this;
     const inside = (value) => value >= this.low && value <= this.high;
     const parts = [];
-    for (const tick of ticks(this.bottom, this.top, 3, this.whole)) {
+    for (const tick of ticks(this.bottom, this.top, 4, this.whole)) {
       parts.push(svg("line", { class: "grid", x1: box.left, x2: box.right, y1: y(tick), y2: y(tick) }));
       parts.push(svg("text", { x: box.left - 6, y: y(tick) + 4, "text-anchor": "end" }, number(tick)));
     }
-    const xTicks = this.onTime ? timeTicks(this.low, this.high, box.right > 500 ? 6 : 4) : ticks(this.low, this.high, 4, true);
+    const xTicks = this.onTime ? timeTicks(this.low, this.high, box.right > 500 ? 6 : 4) : ticks(this.low, this.high, 5, true);
     for (const tick of xTicks.filter((t) => x(t) < box.right - 8 || !this.onTime)) {
       const text = this.onTime ? clock(tick, this.high - this.low < 240) : number(tick);
       parts.push(svg("text", { x: x(tick), y: height - 4, "text-anchor": "middle" }, text));
@@ -147,7 +147,7 @@ class Chart {
     const room = (this.top - this.bottom || Math.abs(this.top) || 1) * 0.08;
     this.top += room;
     if (!this.fromZero) this.bottom -= room;
-    const widest = Math.max(...ticks(this.bottom, this.top, 3, this.whole).map((tick) => number(tick).length));
+    const widest = Math.max(...ticks(this.bottom, this.top, 4, this.whole).map((tick) => number(tick).length));
     const box = { left: 12 + 6.5 * widest, right: width - 8, top: 8, bottom: height - 20 };
     this.box = box;
     this.x = (value) => box.left + ((value - this.low) / (this.high - this.low)) * (box.right - box.left);

@@ -13,7 +13,7 @@
     drained: ["quiet", "✓", "drained"],
     failed: ["bad", "✕", "failed"],
     stopped: ["quiet", "■", "stopped"],
-    elsewhere: ["quiet", "○", "another node"],
+    elsewhere: ["quiet", "○", "known to its own node"],
   };
   const byId = (id) => document.getElementById(id);
   const shown = {}; // what each part was last made from
@@ -71,7 +71,7 @@
         return ["quiet", "Spare", "There are as many nodes as the job takes; this one stands by."];
       default:
     }
-    if (isOpen) return ["busy", "Recovering", `${sentence(last.cause)}, ${agoText(last.time)}.`];
+    if (isOpen) return ["busy", "Recovering", `${brief(last.cause)}, ${agoText(last.time)}.`];
     if (status.state === "running" && quiet !== null && quiet > Math.max(60, 10 * pace)) {
       const behind = stepping.find((worker) => worker.age_seconds === quiet);
       return ["warn", "No progress", `Rank ${behind.rank} has shown none for ${duration(quiet)}, at step ${number(behind.step)}.`];
@@ -92,11 +92,15 @@
   function recovered(incident) {
     const back = incident.seconds.total === null ? "Training again" : `Training again after ${duration(incident.seconds.total)}`;
     const lost = incident.lost_steps === null ? "" : incident.lost_steps ? `; ${plural(incident.lost_steps, "step")} repeated` : "; no step was lost";
-    return `${sentence(incident.cause)}, ${agoText(incident.time)}. ${back}${lost}.`;
+    return `${brief(incident.cause)}, ${agoText(incident.time)}. ${back}${lost}.`;
   }
 
   const plain = (cause) => cause.replace(/ killed: killed by /, " killed by ");
   const sentence = (cause) => (cause ? plain(cause[0].toUpperCase() + cause.slice(1)) : "Something happened");
+  const brief = (cause) => { // for a sentence to go on after it
+    const text = sentence(cause).replace(/[.\s]+$/, "");
+    return text.length > 140 ? `${text.slice(0, 139)}…` : text;
+  };
   const who = (failure) => (failure.rank === null ? failure.node_id : `Rank ${failure.rank} on ${failure.node_id}`);
 
   function sayVerdict() {
@@ -170,7 +174,7 @@
 
   function nodeRow(node, small) {
     const page = node.http && !node.here ? el("a", { href: `http://${node.http}/` }, "its page") : node.here ? "this node" : node.addr;
-    return el("div", { class: small ? "node small" : "node" },
+    return el("div", { class: small || !node.here ? "node small" : "node" },
       el("h3", {}, node.node_id, el("small", {}, page)),
       el("ul", { class: "cells", "aria-label": `ranks on ${node.node_id}` }, node.workers.map(cell)));
   }
