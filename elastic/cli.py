@@ -22,6 +22,7 @@ commands:
   run          run a training script on this node's workers and keep it going (elasticd run --help)
   status       what the agents of this host are doing
   drain        ask an agent to save and stop, as SIGTERM does
+  profile      a torch.profiler trace of the next steps, without a restart
   checkpoints  list, show, verify, prune or export checkpoints
   dashboards   write the Grafana dashboard and the Prometheus rules into a directory
   demo         train a small model, lose a worker, and prove that no sample was lost"""
@@ -77,6 +78,10 @@ def _run(argv: Sequence[str]) -> int:
 
     _log_to_stderr()
     config = load(argv, os.environ)
+    if config.log_format == "json":
+        from elastic.cli_log_json import log_as_json
+
+        log_as_json(run_id=config.run_id, node_id=config.node_id)
     from elastic.agent.launch import run_job
     from elastic.agent.log_thread import LOG_THREAD
 
@@ -101,6 +106,13 @@ def _drain(options: argparse.Namespace) -> int:
     from elastic.cli_status import drain_agent
 
     return drain_agent(os.environ, run_id=options.run_id, pid=options.pid)
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from elastic.cli_profile import profile
+
+    which = (options.run_id, options.pid)
+    return profile(os.environ, which=which, steps=options.steps, out=options.out, as_json=options.json)
 
 
 def _checkpoints(options: argparse.Namespace) -> int:
@@ -140,9 +152,21 @@ def _parser() -> argparse.ArgumentParser:
     status.set_defaults(handler=_status)
 
     drain = commands.add_parser("drain", description="Ask an agent to save at the next step and stop, as SIGTERM does.")
-    drain.add_argument("--run-id", metavar="JOB", help="the agent of this job, when there are several on this host")
-    drain.add_argument("--pid", type=int, metavar="PID", help="the agent with this process id")
     drain.set_defaults(handler=_drain)
+    profile = commands.add_parser(
+        "profile",
+        description="Have this node's workers trace their next steps with torch.profiler, without a restart: a Chrome "
+        "trace per rank, and where the time of a step goes.",
+    )
+    profile.add_argument("--steps", type=int, default=5, metavar="N", help="default: %(default)s")
+    profile.add_argument("--out", type=Path, metavar="DIR", help="default: the job's --log-dir")
+    profile.add_argument("--json", action="store_true", help="print JSON")
+    profile.set_defaults(handler=_profile)
+    for command in (drain, profile):
+        command.add_argument(
+            "--run-id", metavar="JOB", help="the agent of this job, when there are several on this host"
+        )
+        command.add_argument("--pid", type=int, metavar="PID", help="the agent with this process id")
 
     _add_checkpoint_actions(commands.add_parser("checkpoints", description="Look after a directory of checkpoints."))
     dashboards = commands.add_parser(
@@ -150,8 +174,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     dashboards.add_argument("directory", type=Path, metavar="DIR", help="made if need be; files of ours are replaced")
     dashboards.set_defaults(handler=_dashboards)
-    for command in ("run", "demo"):  # known to the parser for its messages alone
-        commands.add_parser(command, add_help=False)
+    for name in ("run", "demo"):  # known to the parser for its messages alone
+        commands.add_parser(name, add_help=False)
     return parser
 
 

@@ -22,6 +22,7 @@ from elastic.agent.logs import make_logs_specs
 from elastic.agent.mailbox import Mailbox
 from elastic.agent.measuring import Measuring
 from elastic.agent.memory import memory_folder
+from elastic.agent.profiles import Profiles
 from elastic.agent.systemd import Notifier
 from elastic.config import JobConfig
 from elastic.errors import ExitCode
@@ -29,7 +30,8 @@ from elastic.metrics.catalogue import Samples
 from elastic.metrics.exposition import Exposition
 from elastic.metrics.gpu import Gpus
 from elastic.metrics.host import folder_bytes
-from elastic.metrics.server import StatusServer
+from elastic.metrics.server import StatusServer, bind_tcp
+from elastic.metrics.site import Site
 from elastic.rendezvous.handler import MembershipHandler
 from elastic.runtime import runtime_dir, socket_path
 
@@ -41,10 +43,15 @@ def run_job(config: JobConfig) -> int:
     mailbox = Mailbox()
     mailbox.take_signals(SIGNALS)
     memory = memory_folder() if config.memory_checkpoints else contextlib.nullcontext()
-    with contextlib.closing(mailbox), log_thread(), _instance() as instance, memory as memory_dir:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(mailbox))
+        stack.enter_context(log_thread())
+        instance = stack.enter_context(_instance())
+        memory_dir = stack.enter_context(memory)
         keep_open = _lock_alone(config, instance)
         nonce = instance.nonce
-        rendezvous = make_rendezvous(config)
+        tcp = stack.enter_context(bind_tcp(config.http_host, config.http_port))
+        rendezvous = make_rendezvous(config, tcp.getsockname()[1])
         membership = rendezvous.membership
         crew = Crew(
             config=config,
@@ -70,9 +77,16 @@ def run_job(config: JobConfig) -> int:
         shared = [instance.folder, *([Path(memory_dir)] if memory_dir is not None else [])]
         metrics = Exposition(measuring.measure, [partial(_add_shared, shared), gpus.add_to])
         socket_file = socket_path(instance.folder.parent, os.getpid())
-        server = StatusServer(
-            config.http_host, config.http_port, socket_file, agent.status, agent.is_healthy, metrics.text
+        profiles = Profiles(crew=crew, mailbox=mailbox, log_dir=config.log_dir)
+        site = Site(
+            status=agent.status,
+            healthy=agent.is_healthy,
+            metrics=metrics.text,
+            points=measuring.points,
+            targets=measuring.targets,
+            controls={"/profile": profiles.answer},
         )
+        server = StatusServer(tcp, socket_file, site)
         host = f"[{config.http_host}]" if ":" in config.http_host else config.http_host
         logger.info("job %s on %s: status at http://%s:%d/status", config.run_id, config.node_id, host, server.port)
         with contextlib.closing(gpus), contextlib.closing(measuring), contextlib.closing(server):

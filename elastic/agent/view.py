@@ -96,13 +96,14 @@ def _is_running(worker: Worker) -> bool:
 def _nodes(formed: Round | None, view: View) -> tuple[NodeStatus, ...]:
     if formed is None:
         return ()
-    addresses = {node.node_id: node.addr for node in view.nodes}
+    known = {node.node_id: node for node in view.nodes}
     return tuple(
         NodeStatus(
             node_id=member.node_id,
             node_rank=rank,
-            addr=addresses.get(member.node_id, ""),
+            addr=known[member.node_id].addr if member.node_id in known else "",
             ranks=tuple(formed.ranks(member.node_id)),
+            http=known[member.node_id].http if member.node_id in known else "",
         )
         for rank, member in enumerate(formed.members)
     )

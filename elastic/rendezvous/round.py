@@ -54,6 +54,7 @@ class Node:
     incarnation: str = ""  # the incarnation it has seen alive; "" = it has just been started
     first_number: int = 1  # above every round that its checkpoints know
     settings: str = ""  # digest of what all nodes must agree on
+    http: str = ""  # HOST:PORT of its agent's HTTP server, as others reach it; empty: they do not
 
 
 class Member(NamedTuple):

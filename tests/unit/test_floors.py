@@ -23,7 +23,8 @@ FLOORS = {
 ROOMS = {
     **dict.fromkeys(("cli_checkpoints", "cli_status", "cli_table", "__main__"), "cli"),
     **dict.fromkeys(("flags", "jobfile", "rules", "values"), "config"),
-    "timings": "progress",
+    **dict.fromkeys(("timings", "profile_order"), "progress"),
+    **dict.fromkeys(("cli_profile", "cli_log_json"), "cli"),
 }
 LEVELS = {room: level for level, rooms in FLOORS.items() for room in rooms}
 SOURCES = sorted([*ROOT.glob("elastic/**/*.py"), *ROOT.glob("checkpoints/**/*.py")])
