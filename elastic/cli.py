@@ -24,6 +24,7 @@ commands:
   drain        ask an agent to save and stop, as SIGTERM does
   profile      a torch.profiler trace of the next steps, without a restart
   checkpoints  list, show, verify, prune or export checkpoints
+  doctor       is this node fit to train? (elasticd doctor --help)
   dashboards   write the Grafana dashboard and the Prometheus rules into a directory
   demo         train a small model, lose a worker, and prove that no sample was lost"""
 
@@ -58,7 +59,7 @@ def _open_closed_streams() -> None:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    """`run` and `demo` have command lines of their own, the rest share one parser."""
+    """`run`, `demo` and `doctor` have command lines of their own, the rest share one parser."""
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if command == "run":
         return _run(rest)
@@ -67,6 +68,8 @@ def _dispatch(arguments: list[str]) -> int:
         from elastic.demo.demo import main as demo
 
         return int(demo(rest))
+    if command == "doctor":
+        return _doctor(rest)
     options = _parser().parse_args(arguments)
     _log_to_stderr()
     return int(options.handler(options))
@@ -91,6 +94,17 @@ def _run(argv: Sequence[str]) -> int:
     code = run_job(config)
     if any(thread.name.startswith(("TailLog", LOG_THREAD)) for thread in threading.enumerate()):
         os._exit(code)  # nobody reads our output any more: the interpreter would wait for its writers for ever
+    return code
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    _log_to_stderr()
+    from elastic.doctor import main as doctor
+
+    code = doctor(argv, os.environ)
+    if any(thread.name.startswith("doctor-") for thread in threading.enumerate()):
+        sys.stdout.flush()
+        os._exit(code)  # what a check asked does not answer: the interpreter's end would wait for it
     return code
 
 
@@ -174,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     dashboards.add_argument("directory", type=Path, metavar="DIR", help="made if need be; files of ours are replaced")
     dashboards.set_defaults(handler=_dashboards)
-    for name in ("run", "demo"):  # known to the parser for its messages alone
+    for name in ("run", "demo", "doctor"):  # known to the parser for its messages alone
         commands.add_parser(name, add_help=False)
     return parser
 

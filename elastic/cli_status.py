@@ -127,6 +127,8 @@ def render(status: JobStatus, pid: int | None) -> str:
             f"restarts {status.restarts.used} of {status.restarts.limit} in {status.restarts.window_seconds:g} s; "
             f"newest committed step: {shown(status.checkpoint.disk_step)}",
         ]
+    if status.nccl:
+        lines += ["nccl: " + ", ".join(f"{name}={value}" for name, value in status.nccl.items())]
     if status.nodes:
         rows = [(n.node_rank, n.node_id, n.addr, ",".join(map(str, n.ranks))) for n in status.nodes]
         lines += ["", table(("node rank", "node", "address", "ranks"), rows)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import re
 import socket
 from argparse import ArgumentTypeError
@@ -20,6 +21,8 @@ from elastic import rules, values
 from elastic.errors import UsageError
 from elastic.flags import Given, collect
 
+logger = logging.getLogger(__name__)
+
 _DEFAULT_SHUTDOWN_SECONDS = 30.0  # torchrun's
 # What every node of a job must agree on: these decide together who takes part, how long others wait and when all save.
 _SHARED = (
@@ -27,7 +30,10 @@ _SHARED = (
     *("lease_ttl_seconds", "last_call_seconds"),
     *("settle_seconds", "join_timeout_seconds", "max_restarts", "restart_window_seconds", "drain_grace_seconds"),
 )
-_PATHS = ("log_dir", "checkpoint_dir", "etcd_ca", "etcd_cert", "etcd_key")
+_PATHS = (
+    *("log_dir", "checkpoint_dir", "etcd_ca", "etcd_cert", "etcd_key"),
+    *("http_token_file", "http_cert", "http_key"),
+)
 _AS_THEY_ARE = (
     *("module", "no_python", "run_path", "rdzv_conf", "role", "master_addr", "master_port", "local_addr", "etcd_user"),
     *(
@@ -98,6 +104,7 @@ class JobConfig:
     usr1: Literal["save", "drain"] = "save"
     virtual_local_rank: bool = False
     numa_binding: str | None = None
+    nccl: tuple[tuple[str, str], ...] = ()  # every NCCL_ variable of the workers: the environment's, and [nccl]'s
 
     # logs
     log_dir: str | None = None
@@ -113,6 +120,9 @@ class JobConfig:
     # what the agent serves
     http_host: str = "127.0.0.1"
     http_port: int = 9431  # 0 = any free one
+    http_token_file: str | None = None
+    http_cert: str | None = None
+    http_key: str | None = None
 
     # accepted for torchrun's sake, without effect here
     start_method: str = "spawn"
@@ -151,6 +161,7 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> JobConfig:
         duplicate_stderr_filters=tuple(given["duplicate_stderr_filters"]),
         http_host=host,
         http_port=port,
+        nccl=_nccl(given, environ),
         **{key: given[key] for key in _AS_THEY_ARE},
     )
 
@@ -175,6 +186,17 @@ def _workers_per_node(given: Given) -> int:
     if shown and (beyond := [rank for rank in map(int, shown.split(",")) if rank >= workers]):
         raise UsageError(f"{given.named('local_ranks_filter')}: no local rank {beyond[0]} among {workers} workers")
     return workers
+
+
+def _nccl(given: Given, environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """The environment wins over the file, as PET_* variables do; what the file says in vain is said in the log."""
+    set_already = {name: value for name, value in environ.items() if name.startswith("NCCL_")}
+    for name, value in given["nccl"].items():
+        if set_already.get(name, value) != value:
+            logger.warning(
+                "%s = %s in %s has no effect: the environment has %s", name, value, given.path, set_already[name]
+            )
+    return tuple(sorted({**given["nccl"], **set_already}.items()))
 
 
 def _run_id_from_name(target: str, *, module: bool) -> str:

@@ -72,7 +72,7 @@ def collect(argv: Sequence[str], environ: Mapping[str, str]) -> Given:
     elif "training_script" in filed and ("module" in said or variables.get("module")):
         raise UsageError(f"-m/--module needs its module on the command line; {path} names {filed['training_script']!r}")
     layers: dict[Source, Mapping[str, Any]] = {
-        "default": {key: option.default for key, option in options.items()},
+        "default": {**{key: option.default for key, option in options.items()}, "nccl": {}},
         "file": filed,
         "variable": {key: value for key, value in variables.items() if key != "module" or "module" not in filed},
         "flag": said,
@@ -239,6 +239,9 @@ def _add_worker_flags(parser: argparse.ArgumentParser) -> None:
         help="Where /healthz, /readyz and /status are; port 0 = any free.")  # fmt: skip
     add("--log-format", choices=["plain", "json"], default="plain",
         help="The agent's own lines: for people, or one JSON object each.")  # fmt: skip
+    add("--http-token-file", metavar="FILE", help="Who asks over TCP must have the token in this file.")
+    add("--http-cert", metavar="FILE", help="Serve TLS with this certificate.")
+    add("--http-key", metavar="FILE", help="Key of --http-cert.")
     add("--usr1", choices=["save", "drain"], default="save", help="What SIGUSR1 to the agent means.")
 
 

@@ -1,4 +1,4 @@
-"""A job's settings as a TOML file: the flags' names with `_`, plus `script` or `module` and `args`.
+"""A job's settings as a TOML file: the flags' names with `_`, plus `script` or `module`, `args` and the table [nccl].
 
 Reads and checks one file by what the command line's parser knows of each flag; does not know what a setting means.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ else:
     import tomli as tomllib
 
 _TARGET_KEYS = ("script", "module", "args")
+_NCCL = "nccl"
 # Options whose text is more than a number, but for which a bare number is what everybody writes first.
 _INTEGER_TOO = frozenset(
     {"nnodes", "nproc_per_node", "checkpoint_every", "redirects", "tee", "local_ranks_filter", "http"}
@@ -36,9 +38,13 @@ def read(path: Path, options: Mapping[str, argparse.Action]) -> dict[str, Any]:
     known = (*options, *_TARGET_KEYS)
     settings: dict[str, Any] = {}
     for key, value in table.items():
+        if key == _NCCL:
+            settings[key] = _nccl(path, value)
+            continue
         if isinstance(value, dict):
             raise UsageError(
-                f"{path}: table [{key}] is not supported; settings are top-level keys{_suggest(key, known)}"
+                f"{path}: table [{key}] is not supported, [nccl] alone is; settings are top-level keys"
+                f"{_suggest(key, known)}"
             )
         if key not in known:
             raise UsageError(f"{path}: unknown key {key!r}{_suggest(key, known)}")
@@ -103,6 +109,21 @@ def _expected(key: str, option: argparse.Action) -> tuple[str, tuple[type, ...]]
     if key in _LISTS:
         return "a string or an array", (str, int)
     return ("a number or a string", (str, int)) if key in _INTEGER_TOO else ("a string", (str,))
+
+
+def _nccl(path: Path, table: Any) -> dict[str, str]:
+    """Variables for NCCL by their full names: those that its manual has, and that a search through a cluster finds."""
+    if not isinstance(table, dict):
+        raise UsageError(f'{path}: nccl = {table!r} must be a table: [nccl] and below it NCCL_ALGO = "Ring"')
+    for key, value in table.items():
+        if not re.fullmatch(r"NCCL_[A-Z0-9_]+", key):
+            full = f"NCCL_{key.upper()}" if re.fullmatch(r"\w+", key, re.ASCII) else "NCCL_ALGO"
+            raise UsageError(
+                f"{path}: {key!r} in [nccl] is no variable of NCCL's; they are written in full, such as {full}"
+            )
+        if not isinstance(value, (str, int)):
+            raise UsageError(f"{path}: {key} = {value!r} in [nccl] must be a string, a whole number, true or false")
+    return {key: str(int(value) if isinstance(value, bool) else value) for key, value in table.items()}
 
 
 def _joined(path: Path, key: str, items: list[Any]) -> str:

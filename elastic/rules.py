@@ -42,6 +42,7 @@ def check(given: Given, environ: Mapping[str, str]) -> None:
     _check_rendezvous(given)
     _check_times(given)
     _check_store_access(given, environ)
+    _check_http(given)
     _check_checkpoints(given)
     _check_logs(given)
     _check_names(given)
@@ -171,18 +172,35 @@ def _check_times(given: Given) -> None:
 def _check_store_access(given: Given, environ: Mapping[str, str]) -> None:
     if backend(given) != "etcd3":
         return
-    for key, partner in (("etcd_cert", "etcd_key"), ("etcd_key", "etcd_cert")):
-        if given[key] and not given[partner]:
-            raise UsageError(f"{given.named(key)} needs --{partner.replace('_', '-')} as well")
+    _check_partners(given, "etcd_cert", "etcd_key")
     if given["etcd_cert"] and not given["etcd_ca"]:
         raise UsageError(
             f"{given.named('etcd_cert')} needs --etcd-ca, the authority that the server is checked against"
         )
-    for key in ("etcd_ca", "etcd_cert", "etcd_key"):
-        if given[key] and not os.access(given[key], os.R_OK):
-            raise UsageError(f"{given.named(key)} does not exist or cannot be read by this user")
+    _check_readable(given, "etcd_ca", "etcd_cert", "etcd_key")
     if given["etcd_user"] and "ELASTICD_ETCD_PASSWORD" not in environ:
         raise UsageError(f"{given.named('etcd_user')} needs its password in the variable ELASTICD_ETCD_PASSWORD")
+
+
+def _check_http(given: Given) -> None:
+    _check_partners(given, "http_cert", "http_key")
+    _check_readable(given, "http_token_file", "http_cert", "http_key")
+    for key in ("http_token_file", "http_key"):
+        if given[key] and (mode := Path(given[key]).stat().st_mode & 0o777) & 0o027:
+            raise UsageError(f"{given.named(key)} has mode {mode:04o}, so others may read it: chmod 0600 or 0640")
+
+
+def _check_partners(given: Given, first: str, second: str) -> None:
+    """A certificate is of no use without its key, and the other way round."""
+    for key, partner in ((first, second), (second, first)):
+        if given[key] and not given[partner]:
+            raise UsageError(f"{given.named(key)} needs --{partner.replace('_', '-')} as well")
+
+
+def _check_readable(given: Given, *keys: str) -> None:
+    for key in keys:
+        if given[key] and not os.access(given[key], os.R_OK):
+            raise UsageError(f"{given.named(key)} does not exist or cannot be read by this user")
 
 
 def _check_checkpoints(given: Given) -> None:

@@ -18,6 +18,11 @@ _SUN_PATH_BYTES = 107  # sockaddr_un.sun_path holds 108 bytes with its closing N
 _SYSTEM_DIRECTORY = Path("/run/elasticd")
 
 
+def closed_to_others(path: str, flags: int) -> int:
+    """An `opener` for open(): what we write is for this user and group, whatever the umask allows."""
+    return os.open(path, flags, 0o640)
+
+
 def runtime_dir(environ: Mapping[str, str]) -> Path:
     """The directory an agent puts its socket into; made if need be, owned by this user, closed to others.
 

@@ -131,6 +131,7 @@ class JobStatus:
     checkpoint: CheckpointStatus = dataclasses.field(default_factory=CheckpointStatus)
     last_failure: FailureStatus | None = None
     incidents: tuple[Incident, ...] = ()
+    nccl: Mapping[str, str] = dataclasses.field(default_factory=dict)  # variables of the workers
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars, in the order of the fields."""

@@ -30,6 +30,7 @@ def lasting_environ(
         "TORCHELASTIC_SIGNALS_TO_HANDLE": config.signals_to_handle,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": agent_environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "ELASTICD_NONCE": nonce,
+        **dict(config.nccl),
     }
     if config.checkpoint_dir:
         environ["ELASTICD_CHECKPOINT_DIR"] = config.checkpoint_dir

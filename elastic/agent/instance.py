@@ -14,6 +14,7 @@ from pathlib import Path
 from elastic.agent.warden import kill_everything
 from elastic.agent.workers import remove_tree
 from elastic.errors import UsageError
+from elastic.runtime import closed_to_others
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ class Instance:
         self._lock = _open_lock(self.folder / "lock")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.nonce = secrets.token_hex(16)
-        (self.folder / "nonce").write_text(self.nonce)  # for whoever sweeps after us
+        with open(self.folder / "nonce", "w", opener=closed_to_others) as file:  # for whoever sweeps after us
+            file.write(self.nonce)
         self._job_lock: int | None = None
 
     def lock_job(self, checkpoint_dir: str) -> int:
@@ -75,7 +77,7 @@ def _open_job_lock(checkpoint_dir: str, runtime: Path) -> int:
     """
     if "://" not in checkpoint_dir:
         try:
-            Path(checkpoint_dir).mkdir(parents=True, exist_ok=True)
+            Path(checkpoint_dir).mkdir(mode=0o750, parents=True, exist_ok=True)
             return _open_lock(Path(checkpoint_dir) / ".lock")
         except OSError as exc:
             logger.warning("--checkpoint-dir %s cannot hold a lock: %s", checkpoint_dir, exc.strerror or exc)

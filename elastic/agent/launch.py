@@ -26,6 +26,7 @@ from elastic.agent.profiles import Profiles
 from elastic.agent.systemd import Notifier
 from elastic.config import JobConfig
 from elastic.errors import ExitCode
+from elastic.metrics.access import exposure, load_access
 from elastic.metrics.catalogue import Samples
 from elastic.metrics.exposition import Exposition
 from elastic.metrics.gpu import Gpus
@@ -50,6 +51,7 @@ def run_job(config: JobConfig) -> int:
         memory_dir = stack.enter_context(memory)
         keep_open = _lock_alone(config, instance)
         nonce = instance.nonce
+        access = load_access(config.http_token_file, config.http_cert, config.http_key)
         tcp = stack.enter_context(bind_tcp(config.http_host, config.http_port))
         rendezvous = make_rendezvous(config, tcp.getsockname()[1])
         membership = rendezvous.membership
@@ -86,9 +88,14 @@ def run_job(config: JobConfig) -> int:
             targets=measuring.targets,
             controls={"/profile": profiles.answer},
         )
-        server = StatusServer(tcp, socket_file, site)
+        server = StatusServer(tcp, socket_file, site, access)
         host = f"[{config.http_host}]" if ":" in config.http_host else config.http_host
-        logger.info("job %s on %s: status at http://%s:%d/status", config.run_id, config.node_id, host, server.port)
+        url = f"{'http' if access.tls is None else 'https'}://{host}:{server.port}/status"
+        logger.info("job %s on %s: status at %s", config.run_id, config.node_id, url)
+        if risk := exposure(server.address, token=access.token is not None, tls=access.tls is not None):
+            logger.warning("%s", risk)
+        if config.nccl:
+            logger.info("NCCL: %s", ", ".join(f"{name}={value}" for name, value in config.nccl))
         with contextlib.closing(gpus), contextlib.closing(measuring), contextlib.closing(server):
             agent.run()
         return _report(agent)

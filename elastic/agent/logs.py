@@ -17,6 +17,7 @@ from torch.distributed.run import _get_logs_specs_class
 
 from elastic.config import JobConfig
 from elastic.errors import UsageError
+from elastic.runtime import closed_to_others
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Console:
         self, sources: dict[int, str], target: str, needles: tuple[str, ...], prefixes: dict[int, str] | None
     ) -> None:
         if needles:
-            file = Path(target).open("w", errors="replace", buffering=1)  # noqa: SIM115 - closed by `stop`
+            file = open(target, "w", errors="replace", buffering=1, opener=closed_to_others)  # noqa: SIM115 - see `stop`
             self._files.append(file)
             matches = lambda line: any(needle in line for needle in needles)  # noqa: E731
             self._tails.append(TailLog(self._config.role, sources, file, prefixes, log_line_filter=matches))

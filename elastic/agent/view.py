@@ -67,6 +67,7 @@ def job_status(facts: Facts) -> JobStatus:
         checkpoint=CheckpointStatus(disk_step=_known(facts.disk_step), memory_step=_known(facts.memory_step)),
         last_failure=facts.last_failure,
         incidents=facts.incidents,
+        nccl=dict(config.nccl),
     )
 
 

@@ -18,6 +18,7 @@ from elastic import profile_order, progress
 from elastic.agent.child import Birth, Child
 from elastic.agent.mailbox import Mailbox, Readable
 from elastic.profile_order import ProfileOrder
+from elastic.runtime import closed_to_others
 from elastic.timings import NO_TIMINGS, Timings
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Worker:
         command = birth.command
         with contextlib.ExitStack() as files:
             streams = [
-                files.enter_context(Path(path).open("ab")) if path else None
+                files.enter_context(open(path, "ab", opener=closed_to_others)) if path else None
                 for path in (self.plan.stdout, self.plan.stderr)
             ]
             return subprocess.Popen(

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from elastic.metrics.goodput import Account, Goodput
 from elastic.metrics.measured import TIME_KINDS
+from elastic.runtime import closed_to_others
 
 logger = logging.getLogger(__name__)
 _SAVE_SECONDS = 30.0
@@ -83,7 +84,8 @@ def save(path: Path, account: Account, unix_time: float, *, is_closed: bool) -> 
     text = json.dumps({"seconds": dict(account.seconds), "unix_time": unix_time, "closed": is_closed})
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text)
+        with open(temporary, "w", opener=closed_to_others) as file:
+            file.write(text)
         temporary.replace(path)
     except OSError as exc:
         logger.debug("goodput is not kept: %s", exc)

@@ -12,6 +12,7 @@ import errno
 import io
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elastic.errors import UsageError
+from elastic.metrics.access import CHALLENGES, OPEN, Access
 from elastic.metrics.site import Answer, Ask, Route, Site
 from elastic.runtime import socket_address
 
@@ -46,11 +48,12 @@ class StatusServer:
     Raises: UsageError when the socket cannot be made.
     """
 
-    def __init__(self, tcp: socket.socket, socket_path: Path | None, site: Site) -> None:
+    def __init__(self, tcp: socket.socket, socket_path: Path | None, site: Site, access: Access = OPEN) -> None:
         routes = Routes(site.routes(), {})
+        self.address: str = tcp.getsockname()[0]
         self.port: int = tcp.getsockname()[1]
         self._socket_path = socket_path
-        self._listeners = [_Listener(tcp, routes, "elasticd-http")]
+        self._listeners = [_Listener(tcp, routes, "elasticd-http", access)]
         if socket_path is not None:
             try:
                 unix = _bind_unix(socket_path)
@@ -73,12 +76,16 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "elasticd"
     sys_version = ""
 
-    def __init__(self, connection: socket.socket, routes: Routes) -> None:
+    def __init__(self, connection: socket.socket, routes: Routes, access: Access) -> None:
         self._routes = routes
+        self._access = access
         super().__init__(connection, "", None)  # type: ignore[arg-type]  # address and server serve logging alone
 
     def handle(self) -> None:
         self.close_connection = True
+        if isinstance(self.connection, ssl.SSLSocket):
+            self.connection.settimeout(_EXCHANGE_SECONDS)
+            self.connection.do_handshake()
         self.rfile.close()
         self.rfile = io.BufferedReader(io.BytesIO(_read_head(self.connection)))
         self.connection.settimeout(_EXCHANGE_SECONDS)  # sendall counts it as a whole
@@ -102,12 +109,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
         for name, value in answer.headers:
             self.send_header(name, value)
+        if answer.code == 401:
+            for challenge in CHALLENGES:
+                self.send_header("WWW-Authenticate", challenge)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(answer.body)
 
     def _answer(self, routes: Mapping[str, Route]) -> Answer:
         path, _, query = self.path.partition("?")
+        if not self._access.allows(path, self.headers.get("Authorization", "")):
+            return Answer(401, b"a token is needed: Authorization: Bearer TOKEN (--http-token-file)\n")
         route = routes.get(path)
         if route is None:
             return Answer(404, f"nothing at {path[:200]!r}; there are {' '.join(routes)}\n".encode())
@@ -140,9 +152,10 @@ def _read_head(connection: socket.socket) -> bytes:
 class _Listener:
     """Accepts on one socket; a thread per connection, at most `_CONNECTIONS` of them."""
 
-    def __init__(self, listening: socket.socket, routes: Routes, name: str) -> None:
+    def __init__(self, listening: socket.socket, routes: Routes, name: str, access: Access = OPEN) -> None:
         self._socket = listening
         self._routes = routes
+        self._access = access
         self._name = name
         self._closing = False
         self._lock = threading.Lock()
@@ -182,6 +195,8 @@ class _Listener:
             if len(self._open) >= _CONNECTIONS:
                 connection.close()
                 return
+            if self._access.tls is not None:  # the handshake is the thread's business: it may take its time
+                connection = self._access.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
             thread = threading.Thread(target=self._serve, args=(connection,), name=f"{self._name}-client", daemon=True)
             self._open[thread] = connection
         try:
@@ -192,7 +207,7 @@ class _Listener:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            _Handler(connection, self._routes)
+            _Handler(connection, self._routes, self._access)
         except OSError as exc:
             logger.debug("%s: client gone: %s", self._name, exc)
         except Exception:  # top of a thread

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from elastic.errors import UsageError
-from elastic.rendezvous.records import Keys, News, NodeRecord
+from elastic.rendezvous.records import PREFLIGHT, Keys, News, NodeRecord
 from elastic.rendezvous.round import Node, Phase, Round
 from elastic.rendezvous.store import Store
 from elastic.status import JobOutcome, JobState, JobStatus, NodeStatus, RestartStatus, WaitingStatus
@@ -25,6 +25,7 @@ def job_overview(store: Store, run_id: str) -> JobStatus:
     """
     keys = Keys(run_id)
     entries = store.read(keys.prefix, prefix=True).entries
+    entries = {key: entry for key, entry in entries.items() if not key.startswith(f"{keys.prefix}{PREFLIGHT}/")}
     if not entries:
         raise UsageError(f"there is no job {run_id!r} in this etcd: check --rdzv-id and --rdzv-endpoint")
     current = Round.from_json(entries[keys.round].value) if keys.round in entries else None

@@ -4,6 +4,7 @@
 /elasticd/<run_id>/nodes/<node_id>                  NodeRecord, under the node's lease
 /elasticd/<run_id>/leader                           News, under the leader's lease
 /elasticd/<run_id>/charges/<incarnation>/<round>    the failure's cause, under a lease of the restart window
+/elasticd/<run_id>/preflight/...                    the same again, for nodes that only measure their network
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from elastic.rendezvous.membership import Waiting
 from elastic.rendezvous.round import Node
 
 PROTOCOL = 1
+PREFLIGHT = "preflight"  # <run_id>/preflight is a job of its own, below the prefix that the job's role may write
 _SHOWN_WAITING = 32  # the news reach every node, so they stay short
 
 

@@ -47,7 +47,7 @@ _LOOK_SECONDS = 1.0  # the view also changes by time alone
 _GRACE_SECONDS = 60.0  # for peers to stop their workers: torchrun gives them 30 s
 
 
-def create_handler(params: RendezvousParameters) -> RendezvousHandler:
+def create_handler(params: RendezvousParameters) -> TorchrunHandler:
     """The handler of one agent. Raises: UsageError."""
     endpoints = parse_endpoints(params.endpoint)
     conf: Mapping[str, Any] = params.config
@@ -105,6 +105,12 @@ class TorchrunHandler(RendezvousHandler):
     @property
     def use_agent_store(self) -> bool:
         return True
+
+    @property
+    def node_ids(self) -> tuple[str, ...]:
+        """The members of the newest round, by their node ranks."""
+        current = self._membership.view().round
+        return tuple(member.node_id for member in current.members) if current is not None else ()
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The next round with this node in it; there are no workers of the last one when torch calls this."""

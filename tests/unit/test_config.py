@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from elastic.agent.environment import lasting_environ
 from elastic.config import JobConfig, load, settings_digest
 from elastic.errors import UsageError
 
@@ -113,6 +114,64 @@ def test_only_the_given_environment_counts(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PET_STANDALONE", "rubbish")
     assert loaded("train.py").max_restarts == 3
     assert os.environ["PET_MAX_RESTARTS"] == "9"
+
+
+def test_a_token_or_key_that_others_may_read_is_refused_by_name(work_directory: Path) -> None:
+    secret = work_directory / "secret"
+    secret.write_text("word")
+    for mode in (0o600, 0o640, 0o400):
+        secret.chmod(mode)
+        assert loaded("--http-token-file", "secret", "train.py").http_token_file == str(secret)
+    for mode in (0o644, 0o660, 0o604):
+        secret.chmod(mode)
+        with pytest.raises(UsageError, match=f"--http-token-file=secret has mode {mode:04o}.*chmod 0600"):
+            loaded("--http-token-file", "secret", "train.py")
+        with pytest.raises(UsageError, match=f"--http-key=secret has mode {mode:04o}"):
+            loaded("--http-cert", "file", "--http-key", "secret", "train.py")
+
+
+NCCL = """
+max_restarts = 1
+
+[nccl]
+NCCL_ALGO = "Ring"
+NCCL_NSOCKS_PERTHREAD = 4
+NCCL_IB_DISABLE = true
+"""
+
+
+def test_the_table_nccl_is_for_the_workers_environment() -> None:
+    config = loaded("--config", job_file(NCCL), "train.py")
+    expected = (("NCCL_ALGO", "Ring"), ("NCCL_IB_DISABLE", "1"), ("NCCL_NSOCKS_PERTHREAD", "4"))
+    assert config.nccl == expected
+    for_workers = lasting_environ(config, local_rank=0, nonce="n", agent_environ={})
+    assert {name: value for name, value in for_workers.items() if name.startswith("NCCL_")} == dict(expected)
+
+
+def test_the_environment_beats_the_table_nccl_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        config = loaded("--config", job_file(NCCL), "train.py", NCCL_ALGO="Tree", NCCL_DEBUG="INFO")
+    assert dict(config.nccl) == {
+        "NCCL_ALGO": "Tree", "NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": "1", "NCCL_NSOCKS_PERTHREAD": "4"
+    }  # fmt: skip
+    assert "NCCL_ALGO = Ring in job.toml has no effect: the environment has Tree" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[nccl]\nalgo = "Ring"', "'algo' in .nccl. is no variable of NCCL's; .* NCCL_ALGO"),
+        ('[nccl]\nLD_PRELOAD = "x"', "'LD_PRELOAD' in .nccl."),
+        ('[nccl]\n"NCCL_A B" = "x"', "'NCCL_A B' in .nccl."),
+        ("[nccl]\nNCCL_ALGO = [1]", "NCCL_ALGO = .1. in .nccl. must be a string"),
+        ("[nccl]\nNCCL_X = 0.5", "NCCL_X = 0.5"),
+        ("nccl = 1", "nccl = 1 must be a table"),
+        ("[gloo]\nx = 1", "table .gloo. is not supported, .nccl. alone is"),
+    ],
+)
+def test_what_does_not_belong_into_the_table_nccl_is_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=f"job.toml: {message}"):
+        loaded("--config", job_file(text), "train.py")
 
 
 def test_switches_are_set_by_variables() -> None:
@@ -267,6 +326,9 @@ WRONG: list[tuple[list[str], str]] = [
     (["--local-ranks-filter", "0,2", "--nproc-per-node=2", "train.py"], "no local rank 2 among 2 workers"),
     (["--logs-specs", "nobodys", "train.py"], "--logs-specs=nobodys: no installed package"),
     (["--http", "host", "train.py"], "'host' is not HOST:PORT"),
+    (["--http-cert", "file", "train.py"], "--http-cert=file needs --http-key"),
+    (["--http-key", "file", "train.py"], "--http-key=file needs --http-cert"),
+    (["--http-token-file", "none", "train.py"], "--http-token-file=none does not exist"),
     (["--http", "h:70000", "train.py"], "'h:70000' is not HOST:PORT"),
     (["--http", "a b:1", "train.py"], "no valid host"),
     (["--usr1", "kill", "train.py"], "--usr1: invalid choice: 'kill'"),
@@ -292,7 +354,7 @@ WRONG_FILES: list[tuple[bytes, str]] = [
     (b"qwertyuiop = 3", "unknown key 'qwertyuiop'; keys are the flags' names"),
     (b"config = 'x'", "unknown key 'config'"),
     (b"training_script = 'x'", "unknown key 'training_script'; write script"),
-    (b"[nccl]\nx = 1", r"table \[nccl\] is not supported"),
+    (b"[gloo]\nx = 1", r"table \[gloo\] is not supported"),
     (b"[env]\nA = 'x'", r"table \[env\] is not supported"),
     (b"max_restarts = '3'", "max_restarts = '3' must be a whole number"),
     (b"max_restarts = 1.5", "max_restarts = 1.5 must be a whole number"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -17,9 +19,11 @@ import pytest
 from elastic import runtime
 from elastic.errors import UsageError
 from elastic.metrics import server as server_module
+from elastic.metrics.access import Access, exposure, load_access
 from elastic.metrics.server import StatusServer, bind_tcp
 from elastic.metrics.site import Site
 from elastic.status import JobStatus
+from tests.support.etcd import Certificates
 from tests.support.job import wait_for
 
 
@@ -263,3 +267,113 @@ def test_metrics_are_asked_with_what_the_client_accepts(server: StatusServer, pa
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert answer.endswith(b"asked for a/b")
     assert b"Content-Type: text/x-test" in answer
+
+
+TOKEN = b"long-random-word"
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Certificates:
+    (tmp_path / "tls").mkdir()
+    return Certificates(tmp_path / "tls")
+
+
+def guarded(job: Job, path: Path | None, access: Access) -> StatusServer:
+    site = Site(status=job.status, healthy=job.healthy, metrics=job.metrics)
+    return StatusServer(bind_tcp("127.0.0.1", 0), path, site, access)
+
+
+def authorized(server: StatusServer, target: str, header: str | None) -> tuple[int, list[str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    try:
+        connection.request("GET", target, headers={} if header is None else {"Authorization": header})
+        response = connection.getresponse()
+        assert TOKEN not in response.read()
+        return response.status, response.headers.get_all("WWW-Authenticate", [])
+    finally:
+        connection.close()
+
+
+def basic(text: bytes) -> str:
+    return "Basic " + base64.b64encode(text).decode()
+
+
+def test_without_the_token_probes_alone_are_answered_and_the_socket_needs_none(job: Job, path: Path) -> None:
+    made = guarded(job, path, Access(token=TOKEN))
+    try:
+        right = f"Bearer {TOKEN.decode()}"
+        for target in ("/status", "/metrics", "/nothing"):
+            for wrong in (
+                None,
+                "",
+                "Bearer",
+                "Bearer long-random-wor",
+                f"{right}x",
+                basic(b"u:x"),
+                "Basic =",
+                "Bearer \xff",
+            ):
+                code, challenges = authorized(made, target, wrong)
+                assert (code, len(challenges)) == (401, 2), (target, wrong)
+        for target in ("/healthz", "/readyz"):
+            assert authorized(made, target, None)[0] == 200
+        for header in (right, right.replace("Bearer", "bearer"), basic(b"anybody:" + TOKEN)):
+            assert authorized(made, "/status", header) == (200, [])
+        assert b" 200 " in ask_raw(runtime.connect(path, 10), b"GET /status HTTP/1.1\r\n\r\n")
+        assert TOKEN.decode() not in repr(Access(token=TOKEN))
+    finally:
+        made.close()
+
+
+def test_tls_with_an_authority_of_ones_own_and_nothing_in_the_clear(job: Job, certificates: Certificates) -> None:
+    made = guarded(job, None, load_access(None, *map(str, certificates.server)))
+    try:
+        trusting = ssl.create_default_context(cafile=str(certificates.ca))
+        connection = http.client.HTTPSConnection("127.0.0.1", made.port, timeout=10, context=trusting)
+        connection.request("GET", "/status")
+        assert json.loads(connection.getresponse().read())["run_id"] == "train"
+        connection.close()
+        strict = http.client.HTTPSConnection("127.0.0.1", made.port, timeout=10, context=ssl.create_default_context())
+        with pytest.raises(ssl.SSLCertVerificationError):
+            strict.request("GET", "/status")
+        strict.close()
+        assert b"train" not in ask_raw(tcp(made), b"GET /status HTTP/1.1\r\n\r\n")
+        with tcp(made) as silent:  # a handshake that does not come keeps nobody waiting
+            again = http.client.HTTPSConnection("127.0.0.1", made.port, timeout=10, context=trusting)
+            again.request("GET", "/healthz")
+            assert again.getresponse().read() == b"ok\n"
+            again.close()
+            began = time.monotonic()
+            made.close()
+            assert time.monotonic() - began < server_module._EXCHANGE_SECONDS
+            assert silent.recv(1) == b""
+    finally:
+        made.close()
+
+
+def test_files_that_cannot_serve_are_named(tmp_path: Path, certificates: Certificates) -> None:
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(UsageError, match="empty is empty"):
+        load_access(str(tmp_path / "empty"), None, None)
+    with pytest.raises(UsageError, match=r"--http-cert .*server\.pem and --http-key .*client\.key"):
+        load_access(None, str(certificates.server[0]), str(certificates.client[1]))
+    with pytest.raises(UsageError, match="none: No such file"):
+        load_access(str(tmp_path / "none"), None, None)
+
+
+@pytest.mark.parametrize(
+    ("address", "token", "tls", "remedy"),
+    [
+        ("127.0.0.1", False, False, ""),
+        ("::1", False, False, ""),
+        ("0.0.0.0", False, False, "--http-token-file"),
+        ("::", False, True, "--http-token-file"),
+        ("10.0.0.5", True, False, "--http-cert"),
+        ("10.0.0.5", True, True, ""),
+    ],
+)
+def test_a_server_that_others_reach_says_what_they_can_do(address: str, token: bool, tls: bool, remedy: str) -> None:
+    risk = exposure(address, token=token, tls=tls)
+    assert bool(risk) == bool(remedy)
+    assert remedy in risk
+    assert address in risk or not risk

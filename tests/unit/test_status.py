@@ -46,6 +46,7 @@ FULL = JobStatus(
             time=1.5, cause="worker failed", round=3, lost_steps=4, seconds=IncidentSeconds(detect=0.01, total=0.5)
         ),
     ),
+    nccl={"NCCL_ALGO": "Ring"},
 )
 
 AS_JSON: dict[str, Any] = {
@@ -99,6 +100,7 @@ AS_JSON: dict[str, Any] = {
             },
         }
     ],
+    "nccl": {"NCCL_ALGO": "Ring"},
 }
 EMPTY = JobStatus(run_id="train", incarnation="", node_id="n0", state="joining")
 
