@@ -29,10 +29,15 @@ class Rendezvous:
     meter: StoreMeter = dataclasses.field(default_factory=StoreMeter)
 
 
-def make_rendezvous(config: JobConfig) -> Rendezvous:
-    """Nothing is opened yet but the connection to etcd. Raises: UsageError, StoreUnavailableError."""
+def make_rendezvous(config: JobConfig, *, restarted: bool = False) -> Rendezvous:
+    """Nothing is opened yet but the connection to etcd. `restarted`: by systemd, not by an operator.
+
+    Raises: UsageError, StoreUnavailableError.
+    """
     first_number = 1 + highest_round(config.checkpoint_dir)
-    return _standalone(config, first_number) if config.rdzv_backend == "standalone" else _on_etcd(config, first_number)
+    if config.rdzv_backend == "standalone":
+        return _standalone(config, first_number)
+    return _on_etcd(config, first_number, restarted)
 
 
 def highest_round(checkpoint_dir: str | None) -> int:
@@ -57,7 +62,7 @@ def _standalone(config: JobConfig, first_number: int) -> Rendezvous:
     return Rendezvous(membership=membership, host="")
 
 
-def _on_etcd(config: JobConfig, first_number: int) -> Rendezvous:
+def _on_etcd(config: JobConfig, first_number: int, restarted: bool) -> Rendezvous:
     """etcd3 and what it needs are imported here, so that a job on one node does without them."""
     from elastic.rendezvous.connect import member_on
     from elastic.rendezvous.etcd_config import EtcdConfig, parse_endpoints
@@ -95,7 +100,12 @@ def _on_etcd(config: JobConfig, first_number: int) -> Rendezvous:
         settings=digest,
     )
     settings = Settings(
-        node=node, identity=own_identity(), rules=rules, ttl_seconds=config.lease_ttl_seconds, version=__version__
+        node=node,
+        identity=own_identity(),
+        rules=rules,
+        ttl_seconds=config.lease_ttl_seconds,
+        version=__version__,
+        restarted=restarted,
     )
     store, meter = open_store(etcd), StoreMeter()
     meter.errors = lambda: store.counters()["errors"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from elastic.agent.agent import SIGNALS, Agent
 from elastic.agent.assembly import make_rendezvous
 from elastic.agent.crew import Crew
 from elastic.agent.environment import job_command
+from elastic.agent.give_back import note_membership
 from elastic.agent.guard import Guard
 from elastic.agent.instance import Instance
 from elastic.agent.log_thread import log_thread
@@ -22,7 +24,7 @@ from elastic.agent.logs import make_logs_specs
 from elastic.agent.mailbox import Mailbox
 from elastic.agent.measuring import Measuring
 from elastic.agent.memory import memory_folder
-from elastic.agent.systemd import Notifier
+from elastic.agent.systemd import Life, Notifier
 from elastic.config import JobConfig
 from elastic.errors import ExitCode
 from elastic.metrics.catalogue import Samples
@@ -38,13 +40,16 @@ logger = logging.getLogger(__name__)
 
 def run_job(config: JobConfig) -> int:
     """Run the job on this node until it ends. Returns the exit code. Raises: UsageError."""
+    notifier = Notifier(os.environ)  # before anything is started that inherits the environment
+    faulthandler.enable()  # systemd's watchdog ends us by SIGABRT: the stacks go to the journal
     mailbox = Mailbox()
     mailbox.take_signals(SIGNALS)
     memory = memory_folder() if config.memory_checkpoints else contextlib.nullcontext()
     with contextlib.closing(mailbox), log_thread(), _instance() as instance, memory as memory_dir:
         keep_open = _lock_alone(config, instance)
-        nonce = instance.nonce
-        rendezvous = make_rendezvous(config)
+        nonce, life = instance.nonce, Life(instance.folder.parent, supervised=notifier.is_listened_to)
+        note_membership(instance.folder, config)
+        rendezvous = make_rendezvous(config, restarted=life.restarted)
         membership = rendezvous.membership
         crew = Crew(
             config=config,
@@ -63,7 +68,7 @@ def run_job(config: JobConfig) -> int:
             membership=membership,
             mailbox=mailbox,
             guard=Guard(mailbox, nonce, keep_open),
-            notifier=Notifier(os.environ),
+            notifier=notifier,
             measuring=measuring,
         )
         gpus = Gpus()
@@ -77,6 +82,7 @@ def run_job(config: JobConfig) -> int:
         logger.info("job %s on %s: status at http://%s:%d/status", config.run_id, config.node_id, host, server.port)
         with contextlib.closing(gpus), contextlib.closing(measuring), contextlib.closing(server):
             agent.run()
+        life.end(agent.exit_code)
         return _report(agent)
 
 
