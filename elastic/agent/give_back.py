@@ -39,8 +39,9 @@ def give_back(runtime: Path, environ: Mapping[str, str] = os.environ) -> None:
         if kill_what_it_left(folder):
             _end_lease(folder, environ)
 
-    sweep(runtime, take_leave)
-    free_memory(environ)
+    if any(runtime.glob("agent-*")):  # else the agent ended by itself
+        sweep(runtime, take_leave)
+        free_memory(environ)
 
 
 def _end_lease(folder: Path, environ: Mapping[str, str]) -> None:

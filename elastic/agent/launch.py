@@ -24,6 +24,7 @@ from elastic.agent.logs import make_logs_specs
 from elastic.agent.mailbox import Mailbox
 from elastic.agent.measuring import Measuring
 from elastic.agent.memory import memory_folder
+from elastic.agent.stop_timeout import own_unit, warn_if_short
 from elastic.agent.systemd import Life, Notifier
 from elastic.config import JobConfig
 from elastic.errors import ExitCode
@@ -49,6 +50,8 @@ def run_job(config: JobConfig) -> int:
         keep_open = _lock_alone(config, instance)
         nonce, life = instance.nonce, Life(instance.folder.parent, supervised=notifier.is_listened_to)
         note_membership(instance.folder, config)
+        if notifier.is_listened_to:
+            warn_if_short(config, own_unit())
         rendezvous = make_rendezvous(config, restarted=life.restarted)
         membership = rendezvous.membership
         crew = Crew(

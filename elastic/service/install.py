@@ -63,8 +63,9 @@ class Installer:
             raise UsageError(f"no job {name!r} is installed here; there are: {', '.join(self._names()) or 'none'}")
         self._run("systemctl", "disable", "--now", unit, needed=True)
         self._remove(own)
-        with contextlib.suppress(OSError):  # a drop-in of the user's is in it
-            self._dry_run or self._place(drop_ins).rmdir()
+        if not self._dry_run:
+            with contextlib.suppress(OSError):  # a drop-in of the user's is in it
+                self._place(drop_ins).rmdir()
         if set(self._names()) <= {name}:
             self._remove([file.path for file in plan.shared_files()])
         self._run("systemctl", "daemon-reload", needed=True)
