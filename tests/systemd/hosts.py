@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from tests.support.etcd import find_etcd
@@ -98,9 +98,8 @@ class Host:
     def remove(self) -> None:
         """Whatever state it is in; leaves nothing."""
         self.power_off()
-        for place in (self.disk / "root", self.disk):
-            if place.is_mount():
-                wait_for(lambda place=place: subprocess.run(["umount", place], capture_output=True).returncode == 0)
+        unmount(self.disk / "root")
+        unmount(self.disk)
         if Path(f"/run/netns/{self._namespace}").exists():
             subprocess.run(["ip", "netns", "del", self._namespace], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", self._cable], check=False, capture_output=True)
@@ -212,11 +211,12 @@ def hosts(folder: Path, count: int, binds: Mapping[Path, str]) -> Iterator[list[
         lock = undo.enter_context(_LOCK.open("w"))
         fcntl.flock(lock, fcntl.LOCK_EX)
         made = [Host(index, folder, binds) for index in range(1, count + 1)]
-        _remove(made)
-        undo.callback(_remove, made)
-        for shared in (folder, *binds):
-            shared.mkdir(exist_ok=True)
-            shared.chmod(0o777)
+        _remove(made, binds)
+        undo.callback(_remove, made, binds)
+        folder.mkdir(exist_ok=True)
+        for shared in binds:
+            shared.mkdir()
+            run("mount", "-t", "tmpfs", "-o", "size=64m,mode=1777", "tmpfs", str(shared))
         ip("link", "add", _BRIDGE, "type", "bridge")
         ip("addr", "add", f"{NETWORK}.254/24", "dev", _BRIDGE)
         ip("link", "set", _BRIDGE, "up")
@@ -228,12 +228,20 @@ def hosts(folder: Path, count: int, binds: Mapping[Path, str]) -> Iterator[list[
         yield made
 
 
-def _remove(made: list[Host]) -> None:
-    with contextlib.ExitStack() as undo:  # the next is done though one fails
+def _remove(made: list[Host], binds: Iterable[Path]) -> None:
+    with contextlib.ExitStack() as undo:  # from the last to the first; each is done though another fails
         undo.callback(shutil.rmtree, made[0].disk.parent, ignore_errors=True)
+        for shared in binds:
+            undo.callback(unmount, shared)
         undo.callback(subprocess.run, ["ip", "link", "del", _BRIDGE], check=False, capture_output=True)
         for host in made:
             undo.callback(host.remove)
+
+
+def unmount(place: Path) -> None:
+    """Once nobody uses it any more."""
+    if place.is_mount():
+        wait_for(lambda: subprocess.run(["umount", place], capture_output=True, check=False).returncode == 0)
 
 
 def ip(*arguments: str) -> None:

@@ -22,6 +22,7 @@ from tests.systemd.hosts import Host, hosts
 
 FOLDER = Path("/run/elasticd-test")
 SHARED = "/srv/elasticd"  # where the hosts find what they share
+CHECKPOINTS = "/srv/checkpoints"  # on a disk of its own, which can be full
 UNIT = "elasticd@lab.service"
 TTL = 4
 SAMPLES, GLOBAL_BATCH, MICRO_BATCH = 1000, 12, 2
@@ -47,9 +48,10 @@ lease_ttl = {TTL}
 last_call = 40
 settle = 0.5
 drain_grace = 60
-checkpoint_dir = "{SHARED}/checkpoints"
+checkpoint_dir = "{CHECKPOINTS}"
 checkpoint_every = 30
 memory_every = 1
+max_restarts = 1000
 http = "0.0.0.0:9431"
 """
 
@@ -62,6 +64,7 @@ class Lab:
     def __init__(self, machines: list[Host], shared: Path, certificates: Certificates) -> None:
         self.hosts = machines
         self.shared = shared
+        self.checkpoints = shared.with_name("checkpoints")
         self._context = ssl.create_default_context(cafile=str(certificates.ca))
         self._context.load_cert_chain(*map(str, certificates.client))
 
@@ -151,7 +154,7 @@ class Lab:
     @property
     def committed_step(self) -> int:
         """Of the newest checkpoint on disk."""
-        found = (self.shared / "checkpoints").glob("step-*/manifest.json")
+        found = self.checkpoints.glob("step-*/manifest.json")
         return max((int(path.parent.name.removeprefix("step-")) for path in found), default=0)
 
     def wait_saving(self) -> None:
@@ -160,7 +163,16 @@ class Lab:
         wait_for(lambda: set(self._saves()) - seen, what="a save")
 
     def _saves(self) -> Iterator[str]:
-        return (path.name for path in (self.shared / "checkpoints").glob(".writing-*"))
+        return (path.name for path in self.checkpoints.glob(".writing-*"))
+
+    def fill_disk(self) -> None:
+        """No checkpoint can be written from now on."""
+        with contextlib.suppress(OSError), (self.checkpoints / "filler").open("wb", buffering=0) as filler:
+            while True:
+                filler.write(bytes(2**16))
+
+    def free_disk(self) -> None:
+        (self.checkpoints / "filler").unlink(missing_ok=True)
 
     # What runs where.
 
@@ -197,7 +209,7 @@ class Lab:
 def lab() -> Iterator[Lab]:
     """The hosts with everything installed, by the commands of the README; the job is not started."""
     shared = FOLDER / "shared"
-    with hosts(FOLDER, 3, {shared: SHARED}) as machines:
+    with hosts(FOLDER, 3, {shared: SHARED, FOLDER / "checkpoints": CHECKPOINTS}) as machines:
         names = "".join(f",IP:{host.address},DNS:{host.name}" for host in machines)
         (FOLDER / "tls").mkdir()
         certificates = Certificates(FOLDER / "tls", names.removeprefix(","))
