@@ -33,15 +33,17 @@ class Rendezvous:
     meter: StoreMeter = dataclasses.field(default_factory=StoreMeter)
 
 
-def make_rendezvous(config: JobConfig, http_port: int = 0) -> Rendezvous:
-    """Nothing is opened yet but the connection to etcd. `http_port`: where this agent's server listens; 0: nowhere.
+def make_rendezvous(config: JobConfig, http_port: int = 0, *, restarted: bool = False) -> Rendezvous:
+    """Nothing is opened yet but the connection to etcd.
+
+    `http_port`: where this agent's server listens, 0: nowhere. `restarted`: by systemd, not by an operator.
 
     Raises: UsageError, StoreUnavailableError.
     """
     first_number = 1 + highest_round(config.checkpoint_dir)
     if config.rdzv_backend == "standalone":
         return _standalone(config, first_number, http_port)
-    return _on_etcd(config, first_number, http_port)
+    return _on_etcd(config, first_number, http_port, restarted)
 
 
 def http_address(host: str, port: int, node_addr: str) -> str:
@@ -91,7 +93,7 @@ def _standalone(config: JobConfig, first_number: int, http_port: int) -> Rendezv
     return Rendezvous(membership=membership, host="")
 
 
-def _on_etcd(config: JobConfig, first_number: int, http_port: int) -> Rendezvous:
+def _on_etcd(config: JobConfig, first_number: int, http_port: int, restarted: bool) -> Rendezvous:
     """etcd3 and what it needs are imported here, so that a job on one node does without them."""
     from elastic.rendezvous.connect import member_on
     from elastic.rendezvous.etcd_config import EtcdConfig, parse_endpoints
@@ -130,7 +132,12 @@ def _on_etcd(config: JobConfig, first_number: int, http_port: int) -> Rendezvous
         http=http_address(config.http_host, http_port, host),
     )
     settings = Settings(
-        node=node, identity=own_identity(), rules=rules, ttl_seconds=config.lease_ttl_seconds, version=__version__
+        node=node,
+        identity=own_identity(),
+        rules=rules,
+        ttl_seconds=config.lease_ttl_seconds,
+        version=__version__,
+        restarted=restarted,
     )
     store, meter = open_store(etcd), StoreMeter()
     meter.errors = lambda: store.counters()["errors"]
