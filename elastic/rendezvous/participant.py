@@ -19,7 +19,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from elastic.errors import ElasticError, StoreRefusedError, StoreUnavailableError, UsageError
+from elastic.errors import ElasticError, StoreRefusedError, StoreUnavailableError
 from elastic.rendezvous.breaking import broken_by
 from elastic.rendezvous.chronicle import Chronicle
 from elastic.rendezvous.election import Election
@@ -28,7 +28,8 @@ from elastic.rendezvous.identity import Identity
 from elastic.rendezvous.leader_view import Rules
 from elastic.rendezvous.leading import Office
 from elastic.rendezvous.membership import Breakage
-from elastic.rendezvous.records import Keys, News, NodeRecord
+from elastic.rendezvous.mismatch import Mismatch
+from elastic.rendezvous.records import Keys, NodeRecord
 from elastic.rendezvous.round import Node, Phase
 from elastic.rendezvous.state import State
 from elastic.rendezvous.store import Compare, Entry, Event, Outcome, Put, Store, Watch
@@ -106,7 +107,9 @@ class Participant:
         self._read_at = 0.0
         self._failed = 0  # passes in a row that the store let down
         self._short_since: float | None = None
-        self._mismatch_since: float | None = None
+        self._mismatch = Mismatch(
+            run_id=keys.run_id, mine=settings.rules.settings, patience_seconds=settings.ttl_seconds + 1
+        )
         self._peers: tuple[Node, ...] = ()
         self._peers_of = 0
         self._error: ElasticError | None = None
@@ -371,7 +374,7 @@ class Participant:
         is_seated = seat is not None and current is not None and node.after < current.number
         is_short = self._is_joined and not is_seated and (news is None or bool(news.short))
         self._short_since = (self._short_since if self._short_since is not None else now) if is_short else None
-        self._compare_settings(news, now)
+        self._error = self._error or self._mismatch.look(news if self._is_joined else None, now)
         concerns = current is not None and (seat is not None or current.incarnation == self._incarnation)
         self.state = State(
             node=node,
@@ -387,17 +390,3 @@ class Participant:
             error=self._error,
             has_left=self._has_left,
         )
-
-    def _compare_settings(self, news: News | None, now: float) -> None:
-        """Another job under this id, or other flags: an error, once it is certain that no ghost says so."""
-        mine = self._settings.rules.settings
-        if news is None or not news.settings or news.settings == mine or not self._is_joined:
-            self._mismatch_since = None
-            return
-        if self._mismatch_since is None:
-            self._mismatch_since = now
-        if now - self._mismatch_since > self._settings.ttl_seconds + 1 and self._error is None:
-            self._error = UsageError(
-                f"job {self._keys.run_id} runs with other settings (digest {news.settings}, here {mine}): "
-                f"give the same flags as on node {news.node_id}, or another --rdzv-id"
-            )
