@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test bench soak lint clean
 
 demo: $(STAMP)
 	$(BIN)/elasticd demo $(ARGS)
@@ -14,6 +14,10 @@ test: $(STAMP)
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench $(ARGS)
+
+# Root, systemd-nspawn: three hosts with a real systemd, something happens to one of them every 15 s.
+soak: $(STAMP)
+	$(BIN)/python -m tests.systemd.soak $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

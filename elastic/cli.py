@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
+import gc
 import os
 import sys
 import threading
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elastic import __version__
+from elastic.cli_log import log_to_stderr
 from elastic.errors import ElasticError, ExitCode, UsageError
 
 _INTERRUPTED = 130
@@ -21,9 +22,12 @@ commands:
   run          run a training script on this node's workers and keep it going (elasticd run --help)
   status       what the agents of this host are doing
   drain        ask an agent to save and stop, as SIGTERM does
+  profile      a torch.profiler trace of the next steps, without a restart
   checkpoints  list, show, verify, prune or export checkpoints
   doctor       is this node fit to train? (elasticd doctor --help)
   dashboards   write the Grafana dashboard and the Prometheus rules into a directory
+  install      set a job up as a service of systemd (root)
+  uninstall    take it out again
   demo         train a small model, lose a worker, and prove that no sample was lost"""
 
 
@@ -62,24 +66,32 @@ def _dispatch(arguments: list[str]) -> int:
     if command == "run":
         return _run(rest)
     if command == "demo":
-        _log_to_stderr()
+        log_to_stderr()
         from elastic.demo.demo import main as demo
 
         return int(demo(rest))
     if command == "doctor":
         return _doctor(rest)
     options = _parser().parse_args(arguments)
-    _log_to_stderr()
+    log_to_stderr()
     return int(options.handler(options))
 
 
 def _run(argv: Sequence[str]) -> int:
+    gc.disable()  # a fifth of torch's import would be the search for garbage among what it makes
     from elastic.config import load
 
-    _log_to_stderr()
+    log_to_stderr()
     config = load(argv, os.environ)
+    if config.log_format == "json":
+        from elastic.cli_log_json import log_as_json
+
+        log_as_json(run_id=config.run_id, node_id=config.node_id)
     from elastic.agent.launch import run_job
     from elastic.agent.log_thread import LOG_THREAD
+
+    gc.freeze()  # what was imported stays for good
+    gc.enable()
 
     code = run_job(config)
     if any(thread.name.startswith(("TailLog", LOG_THREAD)) for thread in threading.enumerate()):
@@ -88,7 +100,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _doctor(argv: Sequence[str]) -> int:
-    _log_to_stderr()
+    log_to_stderr()
     from elastic.doctor import main as doctor
 
     code = doctor(argv, os.environ)
@@ -112,6 +124,13 @@ def _drain(options: argparse.Namespace) -> int:
     return drain_agent(os.environ, run_id=options.run_id, pid=options.pid)
 
 
+def _profile(options: argparse.Namespace) -> int:
+    from elastic.cli_profile import profile
+
+    which = (options.run_id, options.pid)
+    return profile(os.environ, which=which, steps=options.steps, out=options.out, as_json=options.json)
+
+
 def _checkpoints(options: argparse.Namespace) -> int:
     from elastic.cli_checkpoints import run_action
 
@@ -123,6 +142,26 @@ def _dashboards(options: argparse.Namespace) -> int:
 
     for path in write(options.directory):
         print(path)
+    return int(ExitCode.SUCCEEDED)
+
+
+def _install(options: argparse.Namespace) -> int:
+    from elastic.cli_install import install
+
+    return install(options, os.environ)
+
+
+def _uninstall(options: argparse.Namespace) -> int:
+    from elastic.cli_install import uninstall
+
+    return uninstall(options)
+
+
+def _give_back(_options: argparse.Namespace) -> int:
+    from elastic.agent.give_back import give_back
+    from elastic.runtime import runtime_dir
+
+    give_back(runtime_dir(os.environ))
     return int(ExitCode.SUCCEEDED)
 
 
@@ -149,9 +188,21 @@ def _parser() -> argparse.ArgumentParser:
     status.set_defaults(handler=_status)
 
     drain = commands.add_parser("drain", description="Ask an agent to save at the next step and stop, as SIGTERM does.")
-    drain.add_argument("--run-id", metavar="JOB", help="the agent of this job, when there are several on this host")
-    drain.add_argument("--pid", type=int, metavar="PID", help="the agent with this process id")
     drain.set_defaults(handler=_drain)
+    profile = commands.add_parser(
+        "profile",
+        description="Have this node's workers trace their next steps with torch.profiler, without a restart: a Chrome "
+        "trace per rank, and where the time of a step goes.",
+    )
+    profile.add_argument("--steps", type=int, default=5, metavar="N", help="default: %(default)s")
+    profile.add_argument("--out", type=Path, metavar="DIR", help="default: the job's --log-dir")
+    profile.add_argument("--json", action="store_true", help="print JSON")
+    profile.set_defaults(handler=_profile)
+    for command in (drain, profile):
+        command.add_argument(
+            "--run-id", metavar="JOB", help="the agent of this job, when there are several on this host"
+        )
+        command.add_argument("--pid", type=int, metavar="PID", help="the agent with this process id")
 
     _add_checkpoint_actions(commands.add_parser("checkpoints", description="Look after a directory of checkpoints."))
     dashboards = commands.add_parser(
@@ -159,9 +210,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     dashboards.add_argument("directory", type=Path, metavar="DIR", help="made if need be; files of ours are replaced")
     dashboards.set_defaults(handler=_dashboards)
-    for command in ("run", "demo", "doctor"):  # known to the parser for its messages alone
-        commands.add_parser(command, add_help=False)
+    _add_service_commands(commands)
+    for name in ("run", "demo", "doctor"):  # known to the parser for its messages alone
+        commands.add_parser(name, add_help=False)
     return parser
+
+
+def _add_service_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
+    install = commands.add_parser(
+        "install", description="Check a job file and set it up as elasticd@NAME.service, NAME being the file's name."
+    )
+    install.add_argument("job", type=Path, nargs="?", metavar="JOB.toml", help="as for `elasticd run --config`")
+    install.add_argument("--etcd", action="store_true", help="the unit and the settings of a small etcd, to fill in")
+    install.add_argument("--dry-run", action="store_true", help="say what would be done, do nothing")
+    install.add_argument("--user", default="elasticd", metavar="NAME", help="who runs it; default: %(default)s")
+    install.set_defaults(handler=_install)
+    uninstall = commands.add_parser("uninstall", description="Stop a job's service and remove what install wrote.")
+    uninstall.add_argument("job", metavar="JOB", help="its name, or its file")
+    uninstall.add_argument("--dry-run", action="store_true", help="say what would be done, do nothing")
+    uninstall.set_defaults(handler=_uninstall)
+    for parser in (install, uninstall):
+        parser.add_argument("--root", type=Path, metavar="DIR", help="work on an image's tree, start and stop nothing")
+    give_back = commands.add_parser("give-back", description="Run by the unit: free what a killed agent still holds.")
+    give_back.set_defaults(handler=_give_back)
 
 
 def _add_checkpoint_actions(parser: argparse.ArgumentParser) -> None:
@@ -184,15 +255,3 @@ def _add_checkpoint_actions(parser: argparse.ArgumentParser) -> None:
     made["prune"].add_argument("--keep-last", type=int, default=3, metavar="K", help="default: %(default)s")
     made["prune"].add_argument("--keep-every", type=int, metavar="N", help="also keep every step divisible by N")
     made["prune"].add_argument("--dry-run", action="store_true", help="say what would be removed, remove nothing")
-
-
-def _log_to_stderr() -> None:
-    """Our own lines at INFO or $LOGLEVEL; other packages' warnings stay as they are."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    level = logging.getLevelName(os.environ.get("LOGLEVEL", "INFO").upper())
-    for name in ("elastic", "checkpoints"):
-        logger = logging.getLogger(name)
-        logger.setLevel(level if isinstance(level, int) else logging.INFO)
-        logger.handlers = [handler]
-        logger.propagate = False

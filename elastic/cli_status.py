@@ -59,16 +59,24 @@ def show_job(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 def drain_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | None) -> int:
     """SIGTERM to the one agent that is meant. Raises: UsageError when that is not clear."""
+    agent = the_agent(environ, run_id=run_id, pid=pid)
+    if agent is None:
+        return int(ExitCode.FAILED)
+    client.drain(agent)
+    print(f"asked agent {agent.pid} of job {agent.status.run_id} to drain")
+    return int(ExitCode.SUCCEEDED)
+
+
+def the_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | None) -> FoundAgent | None:
+    """The one that is meant; None when there is none, which is then said. Raises: UsageError for more than one."""
     agents = [agent for agent in client.find_agents(environ, run_id) if pid in (None, agent.pid)]
     if not agents:
         print(_none_found(run_id, pid), file=sys.stderr)
-        return int(ExitCode.FAILED)
+        return None
     if len(agents) > 1:
         names = ", ".join(f"{agent.status.run_id} (pid {agent.pid})" for agent in agents)
         raise UsageError(f"several agents on this host: {names}; choose one by --run-id or --pid")
-    client.drain(agents[0])
-    print(f"asked agent {agents[0].pid} of job {agents[0].status.run_id} to drain")
-    return int(ExitCode.SUCCEEDED)
+    return agents[0]
 
 
 def _none_found(run_id: str | None, pid: int | None = None) -> str:

@@ -44,6 +44,7 @@ _AS_THEY_ARE = (
         "checkpoint_every",
         "allow_fresh_start",
         "usr1",
+        "log_format",
         "virtual_local_rank",
         "numa_binding",
     ),
@@ -113,6 +114,8 @@ class JobConfig:
     duplicate_stdout_filters: tuple[str, ...] = ()
     duplicate_stderr_filters: tuple[str, ...] = ()
     logs_specs: str | None = None
+
+    log_format: Literal["plain", "json"] = "plain"  # of the agent's own lines
 
     # what the agent serves
     http_host: str = "127.0.0.1"

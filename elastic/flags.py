@@ -237,6 +237,8 @@ def _add_worker_flags(parser: argparse.ArgumentParser) -> None:
         help="Begin at step 0 although there are checkpoints and none is good.")  # fmt: skip
     add("--http", type=values.address, default=("127.0.0.1", 9431), metavar="HOST:PORT",
         help="Where /healthz, /readyz and /status are; port 0 = any free.")  # fmt: skip
+    add("--log-format", choices=["plain", "json"], default="plain",
+        help="The agent's own lines: for people, or one JSON object each.")  # fmt: skip
     add("--http-token-file", metavar="FILE", help="Who asks over TCP must have the token in this file.")
     add("--http-cert", metavar="FILE", help="Serve TLS with this certificate.")
     add("--http-key", metavar="FILE", help="Key of --http-cert.")

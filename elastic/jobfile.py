@@ -24,7 +24,7 @@ _TARGET_KEYS = ("script", "module", "args")
 _NCCL = "nccl"
 # Options whose text is more than a number, but for which a bare number is what everybody writes first.
 _INTEGER_TOO = frozenset(
-    {"nnodes", "nproc_per_node", "checkpoint_every", "redirects", "tee", "local_ranks_filter", "http"}
+    {"nnodes", "nproc_per_node", "checkpoint_every", "memory_every", "redirects", "tee", "local_ranks_filter", "http"}
 )
 _LISTS = {"preload": ",", "duplicate_stdout_filters": ",,", "duplicate_stderr_filters": ",,", "local_ranks_filter": ","}
 

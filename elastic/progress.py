@@ -6,7 +6,7 @@ One memory-mapped file per local rank and round, made by the agent before the wo
 Layout, in native byte order:
 
     0     magic, schema digest         written once by `create`
-    64    request line                 written by the agent alone: drain flag, number of saves asked for
+    64    request line                 written by the agent alone: drain flag, number of saves and of profiles asked for
     128   slot 0                       sequence, fields, crc32 of both
     ...   slot 1                       the same
     ...   two slots of timings         sequence, histograms (elastic.timings), crc32; written once a step
@@ -127,9 +127,11 @@ class Progress:
 
 
 _FIELDS = tuple(f.name for f in dataclasses.fields(Progress))
-_INDEX = {name: i for i, name in enumerate(_FIELDS)}
+_PLACES = {name: i for i, name in enumerate(_FIELDS, start=1)}  # in the image, in words of 8 bytes; 0: the sequence
 _IS_INT = tuple(f.type in ("int", int) for f in dataclasses.fields(Progress))
+_INT_FIELDS = {name for name, is_int in zip(_FIELDS, _IS_INT, strict=True) if is_int}
 _BODY = struct.Struct("=Q" + "".join("q" if is_int else "d" for is_int in _IS_INT))
+_HEARTBEAT = _PLACES["heartbeat"]
 _CRC = struct.Struct("=I")
 _MAGIC = struct.Struct("=8sI")
 _FIELD_TYPES = ",".join(f"{name}:{'q' if i else 'd'}" for name, i in zip(_FIELDS, _IS_INT, strict=True))
@@ -228,53 +230,73 @@ class ProgressReader:
         if self._is_whole():
             self._requests[1] += 1
 
+    def request_profile(self) -> None:
+        """Tell the worker that there is an order beside the block: see `elastic.profile_order`."""
+        if self._is_whole():
+            self._requests[2] += 1
+
     def close(self) -> None:
         self._requests.release()
         self._block.close()
         os.close(self._descriptor)
 
 
+class _Image:
+    """What is going to stand in a slot: sequence, body and checksum, changed in place and then copied whole."""
+
+    def __init__(self, block: mmap.mmap, start: int, stride: int, body: struct.Struct) -> None:
+        self._block, self._start, self._stride, self._end = block, start, stride, body.size
+        self._bytes = bytearray(body.size + _CRC.size)
+        self.body = memoryview(self._bytes)[: body.size]
+        self._sequence = self.body[:8].cast("Q")
+
+    def publish(self) -> None:
+        """Into the older slot."""
+        self._sequence[0] = sequence = self._sequence[0] + 1
+        _CRC.pack_into(self._bytes, self._end, zlib.crc32(self.body))
+        start = self._start + (sequence % 2) * self._stride
+        self._block[start : start + len(self._bytes)] = self._bytes
+
+
 class ProgressWriter:
     """The worker's side. Its threads share one lock; the newest value of every field is kept and written whole."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._block = _map(path)
         self._requests = memoryview(self._block)[_REQUEST_OFFSET : _REQUEST_OFFSET + 64].cast("Q")
         self._lock = threading.Lock()
-        self._sequence = 0
-        self._values: list[Any] = [f.default for f in dataclasses.fields(Progress)]
-        self._timings, self._timings_sequence = TimingsWriter(), 0
+        self._image = _Image(self._block, _SLOT_OFFSET, _SLOT_BYTES, _BODY)
+        _BODY.pack_into(self._image.body, 0, 0, *(f.default for f in dataclasses.fields(Progress)))
+        ints: Any = self._image.body.cast("q")
+        self._floats = self._image.body.cast("d")
+        self._places = {n: (ints if n in _INT_FIELDS else self._floats, place) for n, place in _PLACES.items()}
+        self._timings_image = _Image(self._block, _TIMINGS_OFFSET, _TIMINGS_SLOT_BYTES, _TIMINGS)
+        self._timings = TimingsWriter(self._timings_image.body[8:])
 
     def update(self, **fields: float) -> None:
-        """Set some fields and the heartbeat, and publish. Costs about 5 microseconds; any thread may call it."""
+        """Set some fields and the heartbeat, and publish. Costs a few microseconds; any thread may call it."""
+        places = self._places
         with self._lock:
             for name, value in fields.items():
-                self._values[_INDEX[name]] = value
-            self._values[_INDEX["heartbeat"]] = time.monotonic()
-            self._publish()
+                words, place = places[name]
+                words[place] = value
+            self._floats[_HEARTBEAT] = time.monotonic()
+            self._image.publish()
 
     def add(self, **amounts: float) -> None:
         """Increase some fields by the given amounts and publish."""
         with self._lock:
             for name, amount in amounts.items():
-                self._values[_INDEX[name]] += amount
-            self._publish()
+                words, place = self._places[name]
+                words[place] += amount
+            self._image.publish()
 
     def observe(self, seconds: Mapping[str, float]) -> None:
         """Count durations into the histograms, by the names of `elastic.timings.WORKER_TIMINGS`, and publish."""
         with self._lock:
             self._timings.observe(seconds)
-            self._timings_sequence += 1
-            body = self._timings.packed(_TIMINGS, self._timings_sequence)
-            self._fill(_TIMINGS_OFFSET + (self._timings_sequence % 2) * _TIMINGS_SLOT_BYTES, body)
-
-    def _publish(self) -> None:
-        self._sequence += 1
-        body = _BODY.pack(self._sequence, *self._values)
-        self._fill(_SLOT_OFFSET + (self._sequence % 2) * _SLOT_BYTES, body)
-
-    def _fill(self, start: int, body: bytes) -> None:
-        self._block[start : start + len(body) + _CRC.size] = body + _CRC.pack(zlib.crc32(body))
+            self._timings_image.publish()
 
     @property
     def drain_requested(self) -> bool:
@@ -284,6 +306,11 @@ class ProgressWriter:
     def saves_requested(self) -> int:
         """How many saves the agent has asked for since the block was made."""
         return int(self._requests[1])
+
+    @property
+    def profiles_requested(self) -> int:
+        """How many profiles the agent has asked for since the block was made."""
+        return int(self._requests[2])
 
     def close(self) -> None:
         with self._lock:

@@ -19,12 +19,13 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
-    """A member of the current round."""
+    """A member of the current round. `http` is HOST:PORT of its agent's page; empty: others do not reach it."""
 
     node_id: str
     node_rank: int
     addr: str
     ranks: tuple[int, ...] = ()
+    http: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

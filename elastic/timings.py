@@ -8,7 +8,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-import struct
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -62,12 +61,13 @@ SCHEMA = f"{','.join(WORKER_TIMINGS)}:{','.join(map(str, BOUNDS))}"
 
 
 class TimingsWriter:
-    """The numbers of `FORMAT` as a worker counts them up."""
+    """The numbers of `FORMAT` as a worker counts them up, in memory that it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, image: memoryview) -> None:
+        """`image`: as many bytes as the format has, all zero."""
         self._index = {name: i for i, name in enumerate(WORKER_TIMINGS)}
-        self._counts = [0] * (len(WORKER_TIMINGS) * _BUCKETS)
-        self._sums = [0.0] * len(WORKER_TIMINGS)
+        counts_bytes = 8 * len(WORKER_TIMINGS) * _BUCKETS
+        self._counts, self._sums = image[:counts_bytes].cast("Q"), image[counts_bytes:].cast("d")
 
     def observe(self, seconds: Mapping[str, float]) -> None:
         """One more of each named. Raises: KeyError for a name that is none of `WORKER_TIMINGS`."""
@@ -75,9 +75,6 @@ class TimingsWriter:
             which = self._index[name]
             self._counts[which * _BUCKETS + bucket_of(value)] += 1
             self._sums[which] += value
-
-    def packed(self, layout: struct.Struct, sequence: int) -> bytes:
-        return layout.pack(sequence, *self._counts, *self._sums)
 
 
 def from_values(values: Iterable[Any]) -> Timings:

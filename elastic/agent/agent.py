@@ -30,7 +30,7 @@ from elastic.agent.measuring import Measuring
 from elastic.agent.story import Story
 from elastic.agent.systemd import Notifier
 from elastic.agent.torch_view import fill_group
-from elastic.agent.view import Facts, closed_with, headline, job_status
+from elastic.agent.view import Facts, closed_with, job_status
 from elastic.agent.workers import Worker, adopt_orphans, reap_orphans
 from elastic.config import JobConfig
 from elastic.errors import ElasticError, ExitCode
@@ -45,6 +45,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.
 
 _STATUS_SECONDS = 2.0
 _PASSES_PER_TTL = 6
+_PASSES_PER_WATCHDOG = 4
 _ACTS_PER_PASS = 8
 _STACKS_SECONDS = 0.2
 _JOIN_AGAIN_SECONDS = 0.5  # for an expelled node's join to show in the view
@@ -181,8 +182,10 @@ class Agent(ElasticAgent):
         due = [self._membership.pump(now)]
         if not done.killed:
             due += [done.settling_until, done.drain_until, done.terminate_until, done.stacks_until, self._hangs.due]
-        heartbeat = now + self._config.lease_ttl_seconds / _PASSES_PER_TTL
-        return min([heartbeat, *(deadline for deadline in due if deadline is not None)])
+        due += [now + self._config.lease_ttl_seconds / _PASSES_PER_TTL]
+        if self._notifier.watchdog_seconds:
+            due += [now + self._notifier.watchdog_seconds / _PASSES_PER_WATCHDOG]
+        return min(deadline for deadline in due if deadline is not None)
 
     def _take(self, events: list[Any]) -> None:
         ended = self._crew.workers.collect(events)
@@ -362,11 +365,8 @@ class Agent(ElasticAgent):
         self._notice_freeze([])
         self._last_pass = now = time.monotonic()
         self._guard.allow_for(self._allowance(now))
-        self._notifier.alive()
         self._last_status = status = self._make_status()
-        if status.state in ("running", "waiting", "spare"):
-            self._notifier.state(READY="1")
-        self._notifier.state(STATUS=headline(status))
+        self._notifier.passed(status, stopping=self._asked is not Asked.NOTHING)
         self._measuring.passed(status, self._membership.view())
 
     def _allowance(self, now: float) -> float:
@@ -399,7 +399,7 @@ class Agent(ElasticAgent):
 
     def _release(self) -> None:
         """Stop what still runs, whatever ended the loop."""
-        self._notifier.state(STOPPING="1")
+        self._notifier.ending(self._finished)
         self._crew.close()
         self._membership.close()
         self._guard.close()

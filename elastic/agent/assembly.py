@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import os
 import secrets
+import socket
 import time
 
 from elastic import __version__
@@ -17,6 +19,8 @@ from elastic.rendezvous.membership import Membership
 from elastic.rendezvous.round import Budget, Limits, Node
 from elastic.rendezvous.standalone import Standalone
 
+_LOOPBACK = "127.0.0.1"
+_EVERY_ADDRESS = ("", "0.0.0.0", "::")
 PASSWORD_VARIABLE = "ELASTICD_ETCD_PASSWORD"
 
 
@@ -29,10 +33,40 @@ class Rendezvous:
     meter: StoreMeter = dataclasses.field(default_factory=StoreMeter)
 
 
-def make_rendezvous(config: JobConfig) -> Rendezvous:
-    """Nothing is opened yet but the connection to etcd. Raises: UsageError, StoreUnavailableError."""
+def make_rendezvous(config: JobConfig, http_port: int = 0, *, restarted: bool = False) -> Rendezvous:
+    """Nothing is opened yet but the connection to etcd.
+
+    `http_port`: where this agent's server listens, 0: nowhere. `restarted`: by systemd, not by an operator.
+
+    Raises: UsageError, StoreUnavailableError.
+    """
     first_number = 1 + highest_round(config.checkpoint_dir)
-    return _standalone(config, first_number) if config.rdzv_backend == "standalone" else _on_etcd(config, first_number)
+    if config.rdzv_backend == "standalone":
+        return _standalone(config, first_number, http_port)
+    return _on_etcd(config, first_number, http_port, restarted)
+
+
+def http_address(host: str, port: int, node_addr: str) -> str:
+    """HOST:PORT as other nodes reach a server that listens at `host`; empty where they do not.
+
+    Who listens on loopback is reached where the whole job is on loopback.
+    """
+    if not port:
+        return ""
+    if host in _EVERY_ADDRESS:
+        host = node_addr
+    elif _is_loopback(host) and not _is_loopback(node_addr):
+        return ""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def highest_round(checkpoint_dir: str | None) -> int:
@@ -45,9 +79,11 @@ def highest_round(checkpoint_dir: str | None) -> int:
         raise UsageError(f"--checkpoint-dir {checkpoint_dir}: {exc.strerror or exc}") from exc
 
 
-def _standalone(config: JobConfig, first_number: int) -> Rendezvous:
+def _standalone(config: JobConfig, first_number: int, http_port: int) -> Rendezvous:
+    is_open = config.http_host in _EVERY_ADDRESS
+    http = http_address(config.http_host, http_port, socket.gethostname() if is_open else _LOOPBACK)
     membership = Standalone(
-        node=Node(node_id=config.node_id, addr="127.0.0.1", slots=config.nproc_per_node),
+        node=Node(node_id=config.node_id, addr=_LOOPBACK, slots=config.nproc_per_node, http=http),
         incarnation=secrets.token_hex(4),
         first_number=first_number,
         budget=Budget(limit=config.max_restarts, window_seconds=config.restart_window_seconds),
@@ -57,7 +93,7 @@ def _standalone(config: JobConfig, first_number: int) -> Rendezvous:
     return Rendezvous(membership=membership, host="")
 
 
-def _on_etcd(config: JobConfig, first_number: int) -> Rendezvous:
+def _on_etcd(config: JobConfig, first_number: int, http_port: int, restarted: bool) -> Rendezvous:
     """etcd3 and what it needs are imported here, so that a job on one node does without them."""
     from elastic.rendezvous.connect import member_on
     from elastic.rendezvous.etcd_config import EtcdConfig, parse_endpoints
@@ -93,9 +129,15 @@ def _on_etcd(config: JobConfig, first_number: int) -> Rendezvous:
         slots=config.nproc_per_node,
         first_number=first_number,
         settings=digest,
+        http=http_address(config.http_host, http_port, host),
     )
     settings = Settings(
-        node=node, identity=own_identity(), rules=rules, ttl_seconds=config.lease_ttl_seconds, version=__version__
+        node=node,
+        identity=own_identity(),
+        rules=rules,
+        ttl_seconds=config.lease_ttl_seconds,
+        version=__version__,
+        restarted=restarted,
     )
     store, meter = open_store(etcd), StoreMeter()
     meter.errors = lambda: store.counters()["errors"]

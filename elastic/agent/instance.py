@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from elastic.agent.warden import kill_everything
@@ -27,7 +28,7 @@ class Instance:
 
     def __init__(self, runtime: Path) -> None:
         self._runtime = runtime
-        _sweep(runtime)
+        sweep(runtime)
         self.folder = runtime / f"agent-{os.getpid()}"
         remove_tree(self.folder)
         self.folder.mkdir(mode=0o700)
@@ -105,16 +106,18 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def _kill_what_it_left(folder: Path) -> None:
-    """Workers of an agent that was killed together with its warden."""
+def kill_what_it_left(folder: Path) -> bool:
+    """Workers of an agent that was killed together with its warden. Returns whether nothing of it lives."""
     with contextlib.suppress(OSError):
         nonce = (folder / "nonce").read_text()
         if nonce and not kill_everything(nonce, [], deadline=time.monotonic() + _SWEEP_SECONDS):
             logger.warning("processes of the killed agent %s cannot be killed", folder.name)
+            return False
+    return True
 
 
-def _sweep(runtime: Path) -> None:
-    """Remove what agents left that were killed."""
+def sweep(runtime: Path, take_leave: Callable[[Path], object] = kill_what_it_left) -> None:
+    """Remove what agents left that were killed; `take_leave` is called with the folder of each before."""
     for folder in runtime.glob("agent-*"):
         try:
             descriptor = _open_lock(folder / "lock")
@@ -122,7 +125,7 @@ def _sweep(runtime: Path) -> None:
             continue
         try:
             if _try_lock(descriptor):
-                _kill_what_it_left(folder)
+                take_leave(folder)
                 remove_tree(folder)
                 (runtime / f"{folder.name.removeprefix('agent-')}.sock").unlink(missing_ok=True)
                 logger.info("removed what a killed agent had left: %s", folder.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from elastic.agent.agent import SIGNALS, Agent
 from elastic.agent.assembly import make_rendezvous
 from elastic.agent.crew import Crew
 from elastic.agent.environment import job_command
+from elastic.agent.give_back import note_membership
 from elastic.agent.guard import Guard
 from elastic.agent.instance import Instance
 from elastic.agent.log_thread import log_thread
@@ -22,15 +24,18 @@ from elastic.agent.logs import make_logs_specs
 from elastic.agent.mailbox import Mailbox
 from elastic.agent.measuring import Measuring
 from elastic.agent.memory import memory_folder
-from elastic.agent.systemd import Notifier
+from elastic.agent.profiles import Profiles
+from elastic.agent.stop_timeout import own_unit, warn_if_short
+from elastic.agent.systemd import Life, Notifier
 from elastic.config import JobConfig
 from elastic.errors import ExitCode
-from elastic.metrics.access import exposure, load_access
+from elastic.metrics.access import Access, exposure, load_access
 from elastic.metrics.catalogue import Samples
 from elastic.metrics.exposition import Exposition
 from elastic.metrics.gpu import Gpus
 from elastic.metrics.host import folder_bytes
-from elastic.metrics.server import StatusServer
+from elastic.metrics.server import StatusServer, bind_tcp
+from elastic.metrics.site import Site
 from elastic.rendezvous.handler import MembershipHandler
 from elastic.runtime import runtime_dir, socket_path
 
@@ -39,13 +44,24 @@ logger = logging.getLogger(__name__)
 
 def run_job(config: JobConfig) -> int:
     """Run the job on this node until it ends. Returns the exit code. Raises: UsageError."""
+    notifier = Notifier(os.environ)  # before anything is started that inherits the environment
+    faulthandler.enable()  # systemd's watchdog ends us by SIGABRT: the stacks go to the journal
     mailbox = Mailbox()
     mailbox.take_signals(SIGNALS)
     memory = memory_folder() if config.memory_checkpoints else contextlib.nullcontext()
-    with contextlib.closing(mailbox), log_thread(), _instance() as instance, memory as memory_dir:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(mailbox))
+        stack.enter_context(log_thread())
+        instance = stack.enter_context(_instance())
+        memory_dir = stack.enter_context(memory)
         keep_open = _lock_alone(config, instance)
-        nonce = instance.nonce
-        rendezvous = make_rendezvous(config)
+        nonce, life = instance.nonce, Life(instance.folder.parent, supervised=notifier.is_listened_to)
+        note_membership(instance.folder, config)
+        if notifier.is_listened_to:
+            warn_if_short(config, own_unit())
+        access = load_access(config.http_token_file, config.http_cert, config.http_key)
+        tcp = stack.enter_context(bind_tcp(config.http_host, config.http_port))
+        rendezvous = make_rendezvous(config, tcp.getsockname()[1], restarted=life.restarted)
         membership = rendezvous.membership
         crew = Crew(
             config=config,
@@ -64,27 +80,39 @@ def run_job(config: JobConfig) -> int:
             membership=membership,
             mailbox=mailbox,
             guard=Guard(mailbox, nonce, keep_open),
-            notifier=Notifier(os.environ),
+            notifier=notifier,
             measuring=measuring,
         )
-        gpus = Gpus()
+        gpus = stack.enter_context(contextlib.closing(Gpus()))
+        stack.enter_context(contextlib.closing(measuring))
         shared = [instance.folder, *([Path(memory_dir)] if memory_dir is not None else [])]
         metrics = Exposition(measuring.measure, [partial(_add_shared, shared), gpus.add_to])
-        socket_file = socket_path(instance.folder.parent, os.getpid())
-        access = load_access(config.http_token_file, config.http_cert, config.http_key)
-        server = StatusServer(
-            config.http_host, config.http_port, socket_file, agent.status, agent.is_healthy, metrics.text, access
+        profiles = Profiles(crew=crew, mailbox=mailbox, log_dir=config.log_dir)
+        site = Site(
+            status=agent.status,
+            healthy=agent.is_healthy,
+            metrics=metrics.text,
+            points=measuring.points,
+            targets=measuring.targets,
+            controls={"/profile": profiles.answer},
         )
-        host = f"[{config.http_host}]" if ":" in config.http_host else config.http_host
-        url = f"{'http' if access.tls is None else 'https'}://{host}:{server.port}/status"
-        logger.info("job %s on %s: status at %s", config.run_id, config.node_id, url)
-        if risk := exposure(server.address, token=access.token is not None, tls=access.tls is not None):
-            logger.warning("%s", risk)
-        if config.nccl:
-            logger.info("NCCL: %s", ", ".join(f"{name}={value}" for name, value in config.nccl))
-        with contextlib.closing(gpus), contextlib.closing(measuring), contextlib.closing(server):
-            agent.run()
+        server = StatusServer(tcp, socket_path(instance.folder.parent, os.getpid()), site, access)
+        stack.enter_context(contextlib.closing(server))
+        _say_where(config, server, access)
+        agent.run()
+        life.end(agent.exit_code)
         return _report(agent)
+
+
+def _say_where(config: JobConfig, server: StatusServer, access: Access) -> None:
+    """The first lines of the log: where to look, who else can, what NCCL is told."""
+    host = f"[{config.http_host}]" if ":" in config.http_host else config.http_host
+    url = f"{'http' if access.tls is None else 'https'}://{host}:{server.port}/status"
+    logger.info("job %s on %s: status at %s", config.run_id, config.node_id, url)
+    if risk := exposure(server.address, token=access.token is not None, tls=access.tls is not None):
+        logger.warning("%s", risk)
+    if config.nccl:
+        logger.info("NCCL: %s", ", ".join(f"{name}={value}" for name, value in config.nccl))
 
 
 def _add_shared(folders: list[Path], samples: Samples) -> None:

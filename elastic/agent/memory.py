@@ -26,8 +26,7 @@ _NEW_SECONDS = 60.0  # a folder that is not locked yet may be one that is being 
 @contextlib.contextmanager
 def memory_folder(environ: Mapping[str, str] = os.environ) -> Iterator[str | None]:
     """A folder of this agent alone, in memory; None, with a warning, where there can be none."""
-    place = Path(environ.get(PLACE_VARIABLE) or SHARED_MEMORY)
-    prefix = f"elasticd-{os.geteuid()}-"
+    place, prefix = _place(environ), _prefix()
     descriptor = -1
     try:
         sweep(place, prefix)
@@ -48,6 +47,19 @@ def memory_folder(environ: Mapping[str, str] = os.environ) -> Iterator[str | Non
     finally:
         remove_tree(folder)
         os.close(descriptor)
+
+
+def free_memory(environ: Mapping[str, str]) -> None:
+    """What agents of this user held that were killed, now rather than at the next start."""
+    sweep(_place(environ), _prefix())
+
+
+def _place(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get(PLACE_VARIABLE) or SHARED_MEMORY)
+
+
+def _prefix() -> str:
+    return f"elasticd-{os.geteuid()}-"
 
 
 def sweep(place: Path, prefix: str) -> None:

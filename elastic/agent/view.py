@@ -97,13 +97,14 @@ def _is_running(worker: Worker) -> bool:
 def _nodes(formed: Round | None, view: View) -> tuple[NodeStatus, ...]:
     if formed is None:
         return ()
-    addresses = {node.node_id: node.addr for node in view.nodes}
+    known = {node.node_id: node for node in view.nodes}
     return tuple(
         NodeStatus(
             node_id=member.node_id,
             node_rank=rank,
-            addr=addresses.get(member.node_id, ""),
+            addr=known[member.node_id].addr if member.node_id in known else "",
             ranks=tuple(formed.ranks(member.node_id)),
+            http=known[member.node_id].http if member.node_id in known else "",
         )
         for rank, member in enumerate(formed.members)
     )
@@ -138,10 +139,24 @@ def _known(step: int) -> int | None:
 
 
 def headline(status: JobStatus) -> str:
-    """One line for `systemctl status`."""
+    """One line for `systemctl status`: state, round, world size, step, why it waits, the last failure."""
+    parts = [f"{status.state}: {_plural(status.world_size, 'rank')} on {_plural(len(status.nodes), 'node')}"]
+    if status.round:
+        parts.append(f"round {status.round}")
     steps = [worker.step for worker in status.workers if worker.step is not None]
-    step = f", step {max(steps)}" if steps else ""
-    return f"{status.state}: round {status.round}, {status.world_size} ranks{step}"
+    if steps:
+        parts.append(f"step {max(steps)}")
+    if status.checkpoint.disk_step is not None:
+        parts.append(f"committed {status.checkpoint.disk_step}")
+    parts += [f"{node.node_id} waits: {node.reason}" for node in status.waiting]
+    if (failure := status.last_failure) is not None:
+        who = failure.node_id if failure.rank is None else f"rank {failure.rank}"
+        parts.append(f"last failure: {' '.join([who, failure.reason, *failure.message.splitlines()[:1]])}")
+    return ", ".join(parts)
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def closed_with(view: View) -> ExitCode | None:

@@ -21,6 +21,7 @@ def warm_up(folder: str, preload: list[str]) -> dict[str, str]:
     No thread, no process group, no CUDA context, no random number drawn. What remains different from a cold start: the
     script's first lines come too late for a variable that torch reads at its import (OMP_NUM_THREADS, TORCH_LOGS).
     """
+    gc.disable()  # a fifth of the imports would be the search for garbage among what they make
     environ = dict(os.environ)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking CUDA itself would fix CUDA_VISIBLE_DEVICES
     failed: dict[str, str] = {}
@@ -39,6 +40,8 @@ def warm_up(folder: str, preload: list[str]) -> dict[str, str]:
             failed[name] = f"{type(exc).__name__}: {exc}"[:1000]
     del sys.path[0]
     gc.collect()
+    gc.freeze()  # a collection in the middle of a recovery need not look through all of torch
+    gc.enable()
     return failed
 
 

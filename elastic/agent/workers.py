@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from signal import SIGCONT, SIGHUP, SIGKILL, SIGQUIT, Signals
 
-from elastic import progress
+from elastic import profile_order, progress
 from elastic.agent.child import Birth, Child
 from elastic.agent.mailbox import Mailbox, Readable
+from elastic.profile_order import ProfileOrder
 from elastic.runtime import closed_to_others
 from elastic.timings import NO_TIMINGS, Timings
 
@@ -162,6 +163,12 @@ class Worker:
         if self._reader:
             self._reader.request_save()
 
+    def request_profile(self, order: ProfileOrder) -> None:
+        """Raises: OSError when it cannot be handed over."""
+        if self._reader:
+            profile_order.write(profile_order.beside(self._block), order.to_json())
+            self._reader.request_profile()
+
     def close(self) -> None:
         """The process is gone: keep its last report, give the rest back."""
         _ = self.progress
@@ -170,6 +177,7 @@ class Worker:
             self._reader.close()
         self._reader = None
         self._block.unlink(missing_ok=True)
+        profile_order.beside(self._block).unlink(missing_ok=True)
 
 
 class Workers:

@@ -8,20 +8,41 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from prometheus_client.core import (
     CounterMetricFamily,
+    Exemplar,
     GaugeMetricFamily,
     HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
 )
 
-from elastic.timings import BOUNDS, Histogram
+from elastic.metrics.measured import Example
+from elastic.timings import BOUNDS, Histogram, bucket_of
 
 PREFIX = "elasticd_"
 _BOUNDS = [*map(str, BOUNDS), "+Inf"]
-Value = float | dict[str, str] | Histogram
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shown:
+    """A histogram with an example of what is in it, which only OpenMetrics tells."""
+
+    histogram: Histogram
+    example: Example | None = None
+
+    def buckets(self) -> list[Any]:
+        """(bound, count), and in the bucket of the example that as well."""
+        made: list[Any] = [list(pair) for pair in zip(_BOUNDS, self.histogram.cumulative(), strict=True)]
+        if self.example is not None:
+            told = Exemplar(dict(self.example.labels), self.example.seconds, self.example.unix_time)
+            made[bucket_of(self.example.seconds)].append(told)
+        return made
+
+
+Value = float | dict[str, str] | Histogram | Shown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,8 +75,8 @@ class Family:
             return info
         family = HistogramMetricFamily(name, self.help, labels=self.labels, unit=self.unit)
         for labels, value in samples:
-            assert isinstance(value, Histogram)
-            family.add_metric(labels, list(zip(_BOUNDS, value.cumulative(), strict=True)), value.sum)
+            shown = value if isinstance(value, Shown) else Shown(value)  # type: ignore[arg-type]  # by kind
+            family.add_metric(labels, shown.buckets(), shown.histogram.sum)
         return family
 
 
@@ -128,6 +149,8 @@ _GPU = (
     Family("gauge", "gpu_utilization_ratio", "Share of time with a kernel running.", ("device",), "ratio"),
     Family("gauge", "gpu_temperature_celsius", "Temperature of the GPU.", ("device",), "celsius"),
     Family("gauge", "gpu_power_watts", "Power drawn.", ("device",), "watts"),
+    Family("counter", "gpu_xid_errors_total", "Critical errors (XID) that the driver has told of.", ("device",)),
+    Family("gauge", "gpu_last_xid", "Code of the newest of them; there is none before the first.", ("device",)),
     Family("gauge", "gpu_ecc_errors", "Uncorrected memory errors since the driver was loaded.", ("device",)),
 )
 _CHECKPOINTS = (

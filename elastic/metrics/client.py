@@ -12,6 +12,7 @@ import socket
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlencode
 
 from elastic import runtime
 from elastic.errors import ElasticError
@@ -58,6 +59,28 @@ def drain(agent: FoundAgent) -> None:
         raise ElasticError(f"agent {agent.pid} is gone") from exc
     except OSError as exc:
         raise ElasticError(f"cannot signal agent {agent.pid}: {exc.strerror or exc}") from exc
+
+
+def ask(agent: FoundAgent) -> JobStatus | None:
+    """Its status as of now; None when it is gone or does not answer."""
+    try:
+        with runtime.connect(agent.socket, _ASK_SECONDS) as connection:
+            return _get_status(connection)
+    except OSError:
+        return None
+
+
+def command(agent: FoundAgent, path: str, arguments: Mapping[str, str]) -> tuple[int, str]:
+    """A command on the agent's socket: (code, text) as it answers. Raises: ElasticError when it does not."""
+    try:
+        with runtime.connect(agent.socket, _ASK_SECONDS) as connection:
+            request = http.client.HTTPConnection("localhost")
+            request.sock = connection
+            request.request("POST", f"{path}?{urlencode(arguments)}")
+            with request.getresponse() as response:
+                return response.status, response.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as exc:
+        raise ElasticError(f"agent {agent.pid} does not answer: {exc}") from exc
 
 
 def _ask(path: Path) -> FoundAgent | None:

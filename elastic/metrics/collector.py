@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from elastic.metrics import host
-from elastic.metrics.catalogue import Samples
+from elastic.metrics.catalogue import Samples, Shown
 from elastic.metrics.measured import REASONS, RECOVERY_PHASES, TIME_KINDS, Measured, WorkerReport
 from elastic.status import JobState
 from elastic.timings import STEP_PHASES, WORKER_TIMINGS, Histogram
@@ -138,7 +138,7 @@ def _job(measured: Measured, samples: Samples) -> None:
         samples.add("restarts_total", job.restarts[reason], reason)
     samples.add("lost_steps_total", job.lost_steps)
     for phase in RECOVERY_PHASES:
-        samples.add("recovery_seconds", job.recovery[phase], phase)
+        samples.add("recovery_seconds", Shown(job.recovery[phase], job.newest.get(phase)), phase)
     samples.add("rendezvous_seconds", job.rendezvous)
     samples.add("lease_renew_seconds", measured.store.lease_renewals)
     samples.add("store_errors_total", measured.store.errors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from elastic.metrics.measured import REASONS, RECOVERY_PHASES, JobTotals
+from elastic.metrics.measured import REASONS, RECOVERY_PHASES, Example, JobTotals
 from elastic.status import JobStatus
 from elastic.timings import Histogram
 
@@ -34,6 +34,7 @@ class JobRecord:
         self._lost_steps = 0
         self._recovery = dict.fromkeys(RECOVERY_PHASES, Histogram())
         self._rendezvous = Histogram()
+        self._newest: dict[str, Example] = {}
         self._began: float | None = began  # None: the first round of this node has been counted
         self._round = 0
         self._recovered: frozenset[tuple[float, int]] = frozenset()
@@ -58,6 +59,8 @@ class JobRecord:
                     seconds: float | None = getattr(incident.seconds, phase)
                     if seconds is not None:
                         self._recovery[phase] = self._recovery[phase].observed(seconds)
+                        labels = {"round": str(incident.round), "reason": reason_of(incident.cause)}
+                        self._newest[phase] = Example(labels=labels, seconds=seconds, unix_time=incident.time)
         self._recovered = frozenset(done)
 
     def totals(self) -> JobTotals:
@@ -66,4 +69,5 @@ class JobRecord:
             lost_steps=self._lost_steps,
             recovery=dict(self._recovery),
             rendezvous=self._rendezvous,
+            newest=dict(self._newest),
         )

@@ -59,6 +59,15 @@ class WorkerTotals:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One observation of a histogram, and what it was of: OpenMetrics' exemplar."""
+
+    labels: Mapping[str, str]
+    seconds: float
+    unix_time: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobTotals:
     """What has happened to the whole job while this agent led it; `rendezvous` is this node's own."""
 
@@ -66,6 +75,7 @@ class JobTotals:
     lost_steps: int
     recovery: Mapping[str, Histogram]  # by RECOVERY_PHASES
     rendezvous: Histogram
+    newest: Mapping[str, Example] = dataclasses.field(default_factory=dict)  # of `recovery`, by its phases
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

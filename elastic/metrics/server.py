@@ -1,6 +1,6 @@
-"""The agent's HTTP server: /healthz, /readyz, /status, /metrics, on TCP and on a unix socket with the same answers.
+"""The agent's HTTP server, on TCP and on a unix socket with the same answers; the socket alone takes commands as well.
 
-Owns sockets and threads; what it says comes from the callables it is handed. A client that is slow, silent or hostile
+Owns sockets and threads; what it says is `site.py`'s. A client that is slow, silent or hostile
 costs one thread for at most `_EXCHANGE_SECONDS` and never the server: the number of connections at once is bounded, and
 so is the size of a request.
 """
@@ -10,21 +10,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import json
 import logging
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from elastic.errors import UsageError
 from elastic.metrics.access import CHALLENGES, OPEN, Access
+from elastic.metrics.site import Answer, Ask, Route, Site
 from elastic.runtime import socket_address
-from elastic.status import JobStatus
 
 logger = logging.getLogger(__name__)
 
@@ -35,37 +34,22 @@ _PORTS_TRIED = 100
 _CLOSE_SECONDS = 2.0
 
 
-class Answer(NamedTuple):
-    """What is sent back for one path."""
+class Routes(NamedTuple):
+    """Path -> what answers, by method."""
 
-    code: int
-    body: bytes
-    content_type: str = "text/plain; charset=utf-8"
-
-
-Routes = Mapping[str, Callable[[str], Answer]]  # of the Accept header
-Metrics = Callable[[str], tuple[bytes, str]]  # (body, content type) for an Accept header
+    get: Mapping[str, Route]
+    post: Mapping[str, Route]
 
 
 class StatusServer:
-    """Serves from construction until `close`. The callables run on connection threads, so they must be thread-safe.
+    """Serves from construction until `close`. Commands are taken from the socket alone: it is this user's own.
 
-    A busy port is a warning and the next free one; `port` tells which. `socket_path` None = TCP alone.
-    Raises: UsageError when the host is none of this machine's, or the socket cannot be made.
+    `tcp` is what `bind_tcp` made; it is closed with the server. `socket_path` None = TCP alone.
+    Raises: UsageError when the socket cannot be made.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        socket_path: Path | None,
-        status: Callable[[], JobStatus],
-        healthy: Callable[[], bool],
-        metrics: Metrics | None = None,
-        access: Access = OPEN,
-    ) -> None:
-        routes = _routes(status, healthy, metrics)
-        tcp = _bind_tcp(host, port)
+    def __init__(self, tcp: socket.socket, socket_path: Path | None, site: Site, access: Access = OPEN) -> None:
+        routes = Routes(site.routes(), {})
         self.address: str = tcp.getsockname()[0]
         self.port: int = tcp.getsockname()[1]
         self._socket_path = socket_path
@@ -76,7 +60,7 @@ class StatusServer:
             except OSError as exc:
                 self._listeners[0].close()
                 raise UsageError(f"cannot make the status socket {socket_path}: {exc.strerror or exc}") from exc
-            self._listeners.append(_Listener(unix, routes, "elasticd-http-unix"))
+            self._listeners.append(_Listener(unix, Routes(site.routes(), site.controls), "elasticd-http-unix"))
 
     def close(self) -> None:
         """Stop listening, end what is being answered, join the threads and remove the socket's file."""
@@ -84,23 +68,6 @@ class StatusServer:
             listener.close()
         if self._socket_path is not None:
             self._socket_path.unlink(missing_ok=True)
-
-
-def _routes(status: Callable[[], JobStatus], healthy: Callable[[], bool], metrics: Metrics | None) -> Routes:
-    def healthz(_: str) -> Answer:
-        return Answer(200, b"ok\n") if healthy() else Answer(503, b"the agent's loop is stuck\n")
-
-    def readyz(_: str) -> Answer:
-        state = status().state
-        return Answer(200 if state == "running" else 503, f"{state}\n".encode())
-
-    def whole_status(_: str) -> Answer:
-        return Answer(200, json.dumps(status().to_json(), allow_nan=False).encode() + b"\n", "application/json")
-
-    routes: dict[str, Callable[[str], Answer]] = {"/healthz": healthz, "/readyz": readyz, "/status": whole_status}
-    if metrics is not None:
-        routes["/metrics"] = lambda accept: Answer(200, *metrics(accept))
-    return routes
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -125,11 +92,23 @@ class _Handler(BaseHTTPRequestHandler):
         self.handle_one_request()
 
     def do_GET(self) -> None:
-        answer = self._answer()
+        self._send(self._answer(self._routes.get))
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        if not self._routes.post:
+            self.send_error(501, "commands are taken from the agent's socket alone")
+            return
+        self._send(self._answer(self._routes.post))
+
+    def _send(self, answer: Answer) -> None:
         self.send_response(answer.code)
         self.send_header("Content-Type", answer.content_type)
         self.send_header("Content-Length", str(len(answer.body)))
         self.send_header("Cache-Control", "no-store")
+        for name, value in answer.headers:
+            self.send_header(name, value)
         if answer.code == 401:
             for challenge in CHALLENGES:
                 self.send_header("WWW-Authenticate", challenge)
@@ -137,17 +116,15 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(answer.body)
 
-    do_HEAD = do_GET
-
-    def _answer(self) -> Answer:
-        path = self.path.partition("?")[0]
+    def _answer(self, routes: Mapping[str, Route]) -> Answer:
+        path, _, query = self.path.partition("?")
         if not self._access.allows(path, self.headers.get("Authorization", "")):
             return Answer(401, b"a token is needed: Authorization: Bearer TOKEN (--http-token-file)\n")
-        route = self._routes.get(path)
+        route = routes.get(path)
         if route is None:
-            return Answer(404, f"nothing at {path[:200]!r}; there are {' '.join(self._routes)}\n".encode())
+            return Answer(404, f"nothing at {path[:200]!r}; there are {' '.join(routes)}\n".encode())
         try:
-            return route(self.headers.get("Accept", ""))
+            return route(Ask(accept=self.headers.get("Accept", ""), query=query))
         except Exception:  # top of a request: the agent's trouble must not end the server
             logger.exception("cannot answer %s", path)
             return Answer(500, b"error; see the agent's log\n")
@@ -244,8 +221,11 @@ class _Listener:
         connection.close()
 
 
-def _bind_tcp(host: str, port: int) -> socket.socket:
-    """A listening socket at host:port, or at the next free port."""
+def bind_tcp(host: str, port: int) -> socket.socket:
+    """A listening socket at host:port; a busy port is a warning and the next free one. Who connects is not served yet.
+
+    Raises: UsageError when the host is none of this machine's.
+    """
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as exc:

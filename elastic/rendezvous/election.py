@@ -6,15 +6,11 @@ While this node leads, its `Leading` does the leader's work.
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Callable
 
-from elastic.rendezvous.chronicle import Chronicle
 from elastic.rendezvous.holding import Holding
-from elastic.rendezvous.leader_view import Rules
-from elastic.rendezvous.leading import Leading, Post
-from elastic.rendezvous.records import Keys, News
-from elastic.rendezvous.store import Compare, Entry, Outcome, Put, Store
+from elastic.rendezvous.leading import Leading, Office
+from elastic.rendezvous.records import News
+from elastic.rendezvous.store import Compare, Entry, Outcome, Put
 
 logger = logging.getLogger(__name__)
 
@@ -24,26 +20,9 @@ _SPREAD_SECONDS = 0.0005  # per node, of as many as may come at first: a thousan
 class Election:
     """This node's part in it; used by the participant's thread while the node's key stands."""
 
-    def __init__(
-        self,
-        *,
-        store: Store,
-        keys: Keys,
-        rules: Rules,
-        chronicle: Chronicle,
-        own: Holding,
-        post: Post,
-        clock: Callable[[], float],
-        draw: random.Random,
-    ) -> None:
-        self._store = store
-        self._keys = keys
-        self._rules = rules
-        self._chronicle = chronicle
+    def __init__(self, office: Office, own: Holding) -> None:
+        self._office = office
         self._own = own
-        self._post = post
-        self._clock = clock
-        self._draw = draw
         self._try_at: float | None = None
         self.leading: Leading | None = None  # while this node leads
 
@@ -52,7 +31,7 @@ class Election:
 
         Raises: LeaseGoneError, StoreUnavailableError, StoreRefusedError.
         """
-        leader = self._chronicle.leader_entry
+        leader = self._office.chronicle.leader_entry
         if leader is not None and leader.lease == self._own.lease:
             self._begin()
             return True, None
@@ -61,9 +40,9 @@ class Election:
             self._try_at = None
             return False, None
         if self._try_at is None:
-            current = self._chronicle.round
-            nodes = len(current.members) if current is not None else self._rules.limits.max_nodes
-            self._try_at = now + self._draw.random() * _SPREAD_SECONDS * nodes
+            current = self._office.chronicle.round
+            nodes = len(current.members) if current is not None else self._office.rules.limits.max_nodes
+            self._try_at = now + self._office.draw.random() * _SPREAD_SECONDS * nodes
         if now < self._try_at:
             return False, self._try_at
         return self._campaign(now, incarnation)
@@ -81,30 +60,21 @@ class Election:
         node_id = self._own.node.node_id
         text = News(node_id=node_id, incarnation=incarnation).to_json()
         compares = [
-            Compare(key=self._keys.leader, exists=False),
+            Compare(key=self._office.keys.leader, exists=False),
             Compare(key=own.key, create_revision=own.create_revision),
         ]
-        outcome, revision = self._store.write(compares, [Put(self._keys.leader, text, own.lease)])
+        outcome, revision = self._office.store.write(compares, [Put(self._office.keys.leader, text, own.lease)])
         if outcome is not Outcome.APPLIED:
             self._own.check()
             return False, now
         logger.info("node %s leads", node_id)
         entry = Entry(
-            key=self._keys.leader, value=text, create_revision=revision, mod_revision=revision, lease=own.lease
+            key=self._office.keys.leader, value=text, create_revision=revision, mod_revision=revision, lease=own.lease
         )
-        self._chronicle.take_leader(entry, revision)
+        self._office.chronicle.take_leader(entry, revision)
         self._begin()
         return True, None
 
     def _begin(self) -> None:
         if self.leading is None:
-            self.leading = Leading(
-                store=self._store,
-                keys=self._keys,
-                rules=self._rules,
-                chronicle=self._chronicle,
-                lease=self._own.lease,
-                post=self._post,
-                clock=self._clock,
-                draw=self._draw,
-            )
+            self.leading = Leading(self._office, self._own.lease)

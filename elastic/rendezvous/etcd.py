@@ -100,8 +100,7 @@ class Connection:
             )
         except OSError as exc:
             raise StoreRefusedError(f"a certificate for etcd cannot be read: {exc}") from exc
-        # On the wire a stream of one request is a unary call, and needs no thread that feeds it.
-        unary, stream = self._client.channel.unary_unary, self._client.channel.unary_stream
+        unary, stream = self._client.channel.unary_unary, self._client.channel.stream_stream
         self._status = self._method(unary, "Maintenance/Status", rpc.StatusResponse)
         self._authenticate = self._method(unary, "Auth/Authenticate", rpc.AuthenticateResponse)
         self._range = self._method(unary, "KV/Range", rpc.RangeResponse)
@@ -154,21 +153,20 @@ class Connection:
         with contextlib.suppress(NotFoundError):
             self._call(self._revoke, rpc.LeaseRevokeRequest(ID=lease_id), deadline)
 
-    def watch(self, key: str, prefix: bool, start_revision: int) -> _Stream:
-        """What the store says of the keys from `start_revision` on.
+    def watch(self, keys: Sequence[str], prefix: bool, start_revisions: Sequence[int]) -> _Stream:
+        """What the store says of each key from its start revision on; in one stream, for each has a thread that wakes.
 
         The server ends it when it has lost its leader: the silence of a member that is cut off would look like peace.
         """
-        create = rpc.WatchCreateRequest(
-            key=key.encode(),
-            range_end=_range_end(key, prefix),
-            start_revision=start_revision,
-            progress_notify=True,  # moves the revision of a quiet watch past the next compaction
-        )
-        request = rpc.WatchRequest(create_request=create)
+        requests = [rpc.WatchRequest() for _ in keys]
+        for request, key, start_revision in zip(requests, keys, start_revisions, strict=True):
+            create = request.create_request
+            create.key, create.range_end = key.encode(), _range_end(key, prefix)
+            create.start_revision = start_revision
+            create.progress_notify = True  # moves the revision of a quiet watch past the next compaction
         metadata = (*self._metadata, ("hasleader", "true"))
         try:
-            return _Stream(self, self._watch(request, metadata=metadata))
+            return _Stream(self, self._watch(iter(requests), metadata=metadata))
         except ValueError as exc:
             raise NotAppliedError(f"the connection to {self.name} was closed") from exc
 
@@ -280,6 +278,7 @@ def _batch(answer: Any) -> Batch:
         entry = None if event.type else _entry(event.kv)  # 0 is PUT, 1 is DELETE
         events.append(Event(key=event.kv.key.decode(), revision=event.kv.mod_revision, entry=entry))
     return Batch(
+        place=answer.watch_id,  # given out in the order of the requests, from 0
         created=answer.created,
         revision=answer.header.revision,
         compacted=answer.compact_revision,

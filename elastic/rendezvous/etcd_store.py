@@ -85,7 +85,7 @@ class EtcdStore:
 
     def watch(
         self,
-        key: str,
+        keys: Sequence[str],
         *,
         prefix: bool = False,
         after_revision: int,
@@ -100,7 +100,7 @@ class EtcdStore:
             on_gap()
 
         watch = EtcdWatch(
-            key,
+            keys,
             prefix=prefix,
             after_revision=after_revision,
             on_events=on_events,

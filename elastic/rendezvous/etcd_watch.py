@@ -1,6 +1,7 @@
 """A watch that stays: one thread that reads a stream of changes and makes the next one when it ends.
 
-Owns the revision to go on from. Knows streams only as iterators of `Batch`.
+Owns the revisions to go on from, one for each key: etcd tells the keys of a stream one by one. Knows streams only as
+iterators of `Batch`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -28,6 +29,7 @@ _LONGEST_PAUSE_SECONDS = 2.0
 class Batch:
     """One message of a stream: that the watch is there, that it is not any more, changes, or only a revision."""
 
+    place: int = 0  # of its key among those that are watched
     created: bool = False
     revision: int = 0  # up to which this stream has told everything; at its creation: the server's
     compacted: int = 0  # history before this revision is gone, and the watch with it
@@ -47,7 +49,7 @@ class Stream(Protocol):
 class Watcher(Protocol):
     """A connection that can watch."""
 
-    def watch(self, key: str, prefix: bool, start_revision: int) -> Stream: ...
+    def watch(self, keys: Sequence[str], prefix: bool, start_revisions: Sequence[int]) -> Stream: ...
 
 
 class EtcdWatch:
@@ -55,7 +57,7 @@ class EtcdWatch:
 
     def __init__(
         self,
-        key: str,
+        keys: Sequence[str],
         *,
         prefix: bool,
         after_revision: int,
@@ -64,17 +66,18 @@ class EtcdWatch:
         borrow: Callable[[], AbstractContextManager[Watcher]],
         timeout_seconds: float,
     ) -> None:
-        self._key = key
+        self._keys = tuple(keys)
+        self._name = ", ".join(keys)
         self._prefix = prefix
-        self._next = after_revision + 1
+        self._next = [after_revision + 1] * len(keys)
         self._on_events = on_events
         self._on_gap = on_gap
         self._borrow = borrow
         self._timeout_seconds = timeout_seconds
         self._closed = threading.Event()
         self._stream: Stream | None = None
-        self._confirmed = False
-        self._thread = threading.Thread(target=self._run, name=f"elasticd-watch {key}", daemon=True)
+        self._unconfirmed = len(keys)
+        self._thread = threading.Thread(target=self._run, name=f"elasticd-watch {self._name}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -107,12 +110,12 @@ class EtcdWatch:
 
     def _follow(self) -> None:
         """One stream. Returns when another one is due; raises when it was never confirmed: pauses grow then."""
-        self._confirmed = False
+        self._unconfirmed = len(self._keys)
         try:
             with self._borrow() as connection:
-                self._read(connection.watch(self._key, self._prefix, self._next))
+                self._read(connection.watch(self._keys, self._prefix, self._next))
         except ElasticError:
-            if not self._confirmed and not self._closed.is_set():
+            if self._unconfirmed and not self._closed.is_set():
                 raise
 
     def _read(self, stream: Stream) -> None:
@@ -122,10 +125,11 @@ class EtcdWatch:
         timer.start()
         try:
             for batch in stream:
-                timer.cancel()
                 if self._closed.is_set() or not self._take(batch):
                     return
-            raise StoreUnavailableError(f"the watch of {self._key} ended")
+                if not self._unconfirmed:
+                    timer.cancel()
+            raise StoreUnavailableError(f"the watch of {self._name} ended")
         except StoreUnavailableError:
             if not self._closed.is_set():  # else it was cancelled by us, and the connection is good
                 raise
@@ -136,27 +140,29 @@ class EtcdWatch:
 
     def _take(self, batch: Batch) -> bool:
         """Whether the stream goes on after this."""
+        place = batch.place
         if batch.compacted:
-            return self._gap(batch.compacted + 1, "its history was compacted")
+            return self._gap(place, batch.compacted + 1, "its history was compacted")
         if batch.cancelled:
-            raise StoreUnavailableError(f"the watch of {self._key} was cancelled: {batch.cancelled}")
+            raise StoreUnavailableError(f"the watch of {self._name} was cancelled: {batch.cancelled}")
         if batch.created:
-            self._confirmed = True
-            if batch.revision + 1 < self._next:
-                return self._gap(batch.revision + 1, f"the store has gone back to revision {batch.revision}")
+            self._unconfirmed -= 1
+            if batch.revision + 1 < self._next[place]:
+                return self._gap(place, batch.revision + 1, f"the store has gone back to revision {batch.revision}")
         elif batch.events:
-            fresh = [event for event in batch.events if event.revision >= self._next]
-            self._next = batch.events[-1].revision + 1
+            fresh = [event for event in batch.events if event.revision >= self._next[place]]
+            self._next[place] = batch.events[-1].revision + 1
             if fresh:
                 self._tell(lambda: self._on_events(fresh))
         else:
-            self._next = max(self._next, batch.revision + 1)
+            self._next[place] = max(self._next[place], batch.revision + 1)
         return True
 
-    def _gap(self, start_revision: int, reason: str) -> bool:
+    def _gap(self, place: int, start_revision: int, reason: str) -> bool:
         """Go on from `start_revision` on another stream; what lies before is found by reading again."""
-        logger.info("watch of %s: %s after revision %d; reading again", self._key, reason, self._next - 1)
-        self._next = start_revision
+        key, last = self._keys[place], self._next[place] - 1
+        logger.info("watch of %s: %s after revision %d; reading again", key, reason, last)
+        self._next[place] = start_revision
         self._tell(self._on_gap)
         return False
 
@@ -166,8 +172,8 @@ class EtcdWatch:
         try:
             callback()
         except Exception:  # the thread must go on: the next change may be the one that ends the round
-            logger.exception("watch of %s: a callback failed", self._key)
+            logger.exception("watch of %s: a callback failed", self._name)
 
     def _complain(self, state: tenacity.RetryCallState) -> None:
         if state.attempt_number == 1 and state.outcome is not None:
-            logger.warning("watch of %s is down, trying again: %s", self._key, state.outcome.exception())
+            logger.warning("watch of %s is down, trying again: %s", self._name, state.outcome.exception())

@@ -7,6 +7,7 @@ as far as a transaction holds them, that each member still has its key.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import random
@@ -30,29 +31,32 @@ _NEWS_SECONDS_PER_NODE = 0.001  # more, and before each: what has passed by then
 Post = Callable[[Callable[[], None]], None]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Office:
+    """What a leader works with, and whoever wants to become one: the participant's own."""
+
+    store: Store
+    keys: Keys
+    rules: Rules
+    chronicle: Chronicle
+    post: Post  # has something done by the participant's thread
+    clock: Callable[[], float]  # monotonic seconds
+    draw: random.Random
+
+
 class Leading:
     """Made when this node has become leader; `close` when it is no more."""
 
-    def __init__(
-        self,
-        *,
-        store: Store,
-        keys: Keys,
-        rules: Rules,
-        chronicle: Chronicle,
-        lease: int,
-        post: Post,
-        clock: Callable[[], float],
-        draw: random.Random,
-    ) -> None:
-        self._store = store
-        self._keys = keys
-        self._rules = rules
-        self._chronicle = chronicle
+    def __init__(self, office: Office, lease: int) -> None:
+        """`lease`: that the keys `leader` and of this node are under."""
+        self._store = office.store
+        self._keys = office.keys
+        self._rules = office.rules
+        self._chronicle = office.chronicle
+        self._post = office.post
+        self._clock = office.clock
+        self._draw = office.draw
         self._lease = lease
-        self._post = post
-        self._clock = clock
-        self._draw = draw
         self._watch: Watch | None = None
         self._is_loaded = False
         self._revision = 0  # of the read that `_entries` began with
@@ -141,7 +145,7 @@ class Leading:
         self._is_loaded = True
         if self._watch is None:
             self._watch = self._store.watch(
-                self._keys.nodes,
+                [self._keys.nodes],
                 prefix=True,
                 after_revision=snapshot.revision,
                 on_events=lambda events: self._post(lambda: self._on_events(events)),

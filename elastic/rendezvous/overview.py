@@ -74,6 +74,7 @@ def _members(current: Round | None, nodes: dict[str, Node]) -> tuple[NodeStatus,
             node_id=member.node_id,
             node_rank=rank,
             addr=nodes[member.node_id].addr if member.node_id in nodes else "",
+            http=nodes[member.node_id].http if member.node_id in nodes else "",
             ranks=tuple(current.ranks(member.node_id)),
         )
         for rank, member in enumerate(current.members)

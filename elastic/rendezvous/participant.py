@@ -17,17 +17,19 @@ import collections
 import dataclasses
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from elastic.errors import ElasticError, StoreRefusedError, StoreUnavailableError, UsageError
+from elastic.errors import ElasticError, StoreRefusedError, StoreUnavailableError
 from elastic.rendezvous.breaking import broken_by
 from elastic.rendezvous.chronicle import Chronicle
 from elastic.rendezvous.election import Election
 from elastic.rendezvous.holding import Holding, Keeper, LeaseGoneError, MakeKeeper
 from elastic.rendezvous.identity import Identity
 from elastic.rendezvous.leader_view import Rules
+from elastic.rendezvous.leading import Office
 from elastic.rendezvous.membership import Breakage
-from elastic.rendezvous.records import Keys, News, NodeRecord
+from elastic.rendezvous.mismatch import Mismatch
+from elastic.rendezvous.records import Keys, NodeRecord
 from elastic.rendezvous.round import Node, Phase
 from elastic.rendezvous.state import State
 from elastic.rendezvous.store import Compare, Entry, Event, Outcome, Put, Store, Watch
@@ -72,7 +74,7 @@ class Participant:
         self._wake = wake
         self._draw = draw or random.Random()
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
-        self._watches: list[Watch] = []
+        self._watch: Watch | None = None  # of the two shared keys
         self._chronicle = Chronicle()
         self._own = Holding(
             store=store,
@@ -84,16 +86,16 @@ class Participant:
             make_keeper=make_keeper,
             on_lost=lambda lease: self.post(lambda: self._lose() if self._own.lease == lease else None),
         )
-        self._election = Election(
+        office = Office(
             store=store,
             keys=keys,
             rules=settings.rules,
             chronicle=self._chronicle,
-            own=self._own,
             post=self.post,
             clock=clock,
             draw=self._draw,
         )
+        self._election = Election(office, self._own)
         self._is_joined = False
         self._is_going = False
         self._has_left = False
@@ -105,7 +107,9 @@ class Participant:
         self._read_at = 0.0
         self._failed = 0  # passes in a row that the store let down
         self._short_since: float | None = None
-        self._mismatch_since: float | None = None
+        self._mismatch = Mismatch(
+            run_id=keys.run_id, mine=settings.rules.settings, patience_seconds=settings.ttl_seconds + 1
+        )
         self._peers: tuple[Node, ...] = ()
         self._peers_of = 0
         self._error: ElasticError | None = None
@@ -184,9 +188,9 @@ class Participant:
 
     def close(self) -> None:
         """Stop everything of this node here; its keys go when the lease ends, or have gone with `leave`."""
-        for watch in self._watches:
-            watch.close()
-        self._watches = []
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         self._election.step_down()
         self._own.stop_renewing()
 
@@ -233,22 +237,26 @@ class Participant:
 
     def _read(self, now: float) -> None:
         """Read the two shared keys; the first time, watch them from there on."""
-        is_first = not self._watches
-        found = [(key, self._store.read(key)) for key in (self._keys.round, self._keys.leader)]
-        for (key, snapshot), take in zip(found, (self._take_round, self._take_leader), strict=True):
-            take(snapshot.get(key), snapshot.revision, is_first)
-            if is_first:
-                self._watches.append(self._watch(key, snapshot.revision, take))
+        is_first = self._watch is None
+        takes = {self._keys.round: self._take_round, self._keys.leader: self._take_leader}
+        found = {key: self._store.read(key) for key in takes}
+        for key, snapshot in found.items():
+            takes[key](snapshot.get(key), snapshot.revision, is_first)
+        if self._watch is None:
+            after = min(snapshot.revision for snapshot in found.values())
+            self._watch = self._watch_both(after, takes)
         self._must_read, self._read_at = False, now
         if is_first and self._settings.restarted and self._chronicle.round is not None:
             self._incarnation = self._chronicle.round.incarnation
 
-    def _watch(self, key: str, revision: int, take: Callable[[Entry | None, int, bool], None]) -> Watch:
+    def _watch_both(self, after: int, takes: Mapping[str, Callable[[Entry | None, int, bool], None]]) -> Watch:
         def told(events: Sequence[Event]) -> None:
-            newest = events[-1]
-            self.post(lambda: take(newest.entry, newest.revision, False))
+            newest = events[-1]  # all are of one key
+            self.post(lambda: takes[newest.key](newest.entry, newest.revision, False))
 
-        return self._store.watch(key, after_revision=revision, on_events=told, on_gap=lambda: self.post(self._on_gap))
+        return self._store.watch(
+            list(takes), after_revision=after, on_events=told, on_gap=lambda: self.post(self._on_gap)
+        )
 
     def _on_gap(self) -> None:
         self._must_read = True
@@ -366,7 +374,7 @@ class Participant:
         is_seated = seat is not None and current is not None and node.after < current.number
         is_short = self._is_joined and not is_seated and (news is None or bool(news.short))
         self._short_since = (self._short_since if self._short_since is not None else now) if is_short else None
-        self._compare_settings(news, now)
+        self._error = self._error or self._mismatch.look(news if self._is_joined else None, now)
         concerns = current is not None and (seat is not None or current.incarnation == self._incarnation)
         self.state = State(
             node=node,
@@ -382,17 +390,3 @@ class Participant:
             error=self._error,
             has_left=self._has_left,
         )
-
-    def _compare_settings(self, news: News | None, now: float) -> None:
-        """Another job under this id, or other flags: an error, once it is certain that no ghost says so."""
-        mine = self._settings.rules.settings
-        if news is None or not news.settings or news.settings == mine or not self._is_joined:
-            self._mismatch_since = None
-            return
-        if self._mismatch_since is None:
-            self._mismatch_since = now
-        if now - self._mismatch_since > self._settings.ttl_seconds + 1 and self._error is None:
-            self._error = UsageError(
-                f"job {self._keys.run_id} runs with other settings (digest {news.settings}, here {mine}): "
-                f"give the same flags as on node {news.node_id}, or another --rdzv-id"
-            )

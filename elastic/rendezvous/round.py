@@ -15,7 +15,7 @@ import dataclasses
 import enum
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Phase(str, enum.Enum):
@@ -54,11 +54,14 @@ class Node:
     incarnation: str = ""  # the incarnation it has seen alive; "" = it has just been started
     first_number: int = 1  # above every round that its checkpoints know
     settings: str = ""  # digest of what all nodes must agree on
+    http: str = ""  # HOST:PORT of its agent's HTTP server, as others reach it; empty: they do not
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """A node's seat in a round; the position in `Round.members` is its node rank."""
+class Member(NamedTuple):
+    """A node's seat in a round; the position in `Round.members` is its node rank.
+
+    A tuple, for each of a thousand nodes makes a thousand of them from the text of a round.
+    """
 
     node_id: str
     join: int
@@ -130,7 +133,7 @@ class Round:
             for field in dataclasses.fields(self)
             if field.init and (field.default is dataclasses.MISSING or getattr(self, field.name) != field.default)
         }
-        fields["members"] = [(member.node_id, member.join, member.slots) for member in self.members]
+        fields["members"] = self.members
         if self.flaky:
             fields["flaky"] = [(flaky.node_id, flaky.losses) for flaky in self.flaky]
         return json.dumps(fields, sort_keys=True, separators=(",", ":"))
@@ -140,7 +143,7 @@ class Round:
         """Keys that a newer version has added are ignored. Raises: ValueError when `text` is not a round."""
         try:
             fields: dict[str, Any] = json.loads(text)
-            members = tuple(Member(node_id=i, join=join, slots=slots) for i, join, slots in fields.pop("members"))
+            members = tuple(Member(*seat) for seat in fields.pop("members"))
             flaky = tuple(Flaky(node_id=i, losses=losses) for i, losses in fields.pop("flaky", ()))
             leaving = tuple(fields.pop("leaving", ()))
             late = tuple((i, join) for i, join in fields.pop("late", ()))

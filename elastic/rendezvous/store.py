@@ -141,14 +141,17 @@ class Store(Protocol):
 
     def watch(
         self,
-        key: str,
+        keys: Sequence[str],
         *,
         prefix: bool = False,
         after_revision: int,
         on_events: Callable[[list[Event]], None],
         on_gap: Callable[[], None],
     ) -> Watch:
-        """Changes after `after_revision`, in order, none twice; it re-creates itself after any failure.
+        """Changes of all these keys after `after_revision`, none twice; it re-creates itself after any failure.
+
+        Those of one of `keys` (with `prefix`: of all that begin with it) are told in order, and what one write changed
+        in one call; between two of them there is no order. Keys that are watched together cost as much as one.
 
         Callbacks come one at a time, from a thread of the store's. `on_gap`: history was compacted or lost, events are
         missing: read again. Events that follow a gap may be older than that read: compare revisions.

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-_FLAGS = 4  # stop, save, busy, error: the first numbers of the vector
+_FLAGS = 5  # stop, save, busy, error, profile: the first numbers of the vector
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,7 @@ class Agreement:
     save: bool = False
     busy: bool = False
     error: bool = False
+    profiles: int = 0  # ranks that have seen the order of a profile and not begun with it
     sums: tuple[float, ...] = ()
 
 
@@ -53,8 +54,10 @@ class PendingAgreement:
             self._work.wait()
             if not already:
                 self._on_wait(False)
-        stop, save, busy, error, *sums = self._vector.tolist()  # (flags + sums,) float64
-        agreement = Agreement(stop=stop > 0, save=save > 0, busy=busy > 0, error=error > 0, sums=tuple(sums))
+        stop, save, busy, error, profiles, *sums = self._vector.tolist()  # (flags + sums,) float64
+        agreement = Agreement(
+            stop=stop > 0, save=save > 0, busy=busy > 0, error=error > 0, profiles=int(profiles), sums=tuple(sums)
+        )
         self._on_result(agreement)
         return agreement
 
@@ -73,7 +76,7 @@ class AgreementChannel:
         on_result: Callable[[Agreement], None],
         on_wait: Callable[[bool], None],
     ) -> PendingAgreement:
-        """Contribute this rank's flags (stop, save, busy, error) and sums.
+        """Contribute this rank's flags (stop, save, busy, error, profile) and sums.
 
         `on_wait` is told where the wait for the others begins (True) and ends, unless all have been there before.
         """

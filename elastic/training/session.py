@@ -40,7 +40,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,8 +52,11 @@ from elastic.progress import Outcome, Phase, ProgressWriter
 from elastic.training.agreement import Agreement, AgreementChannel, PendingAgreement
 from elastic.training.environment import Every, WorkerEnvironment, read_environment
 from elastic.training.phase_clock import DeviceSeconds, PhaseClock
+from elastic.training.profiling import Profiling
 
 logger = logging.getLogger(__name__)
+
+_PROFILE_SECONDS = 600.0  # to begin or to write one, which is no hang
 
 
 class CommitResultLike(Protocol):
@@ -94,6 +97,9 @@ class Session:
         self._phase, self._phase_limit = Phase.STARTING, 0.0
         self._first_step = True
         self._clock = PhaseClock()
+        self._profiling: Profiling | None = None
+        if self._progress is not None:
+            self._profiling = Profiling(self._progress, rank=environment.rank, pause=self._profile_pause)
         self._update(
             pid=os.getpid(),
             round=environment.round,
@@ -224,10 +230,12 @@ class Session:
         The agent's requests are added here: drain as stop, USR1 as save. Call it after the last forward and wait before
         the optimizer's step: then it costs nothing.
         """
+        profile = False
         if self._progress is not None:
             stop = stop or self._progress.drain_requested
             save = save or self._progress.saves_requested != self._saves_seen
-        flags = (stop or self._stop_signalled, save, busy, error)
+            profile = self._profiling is not None and self._profiling.is_wanted
+        flags = (stop or self._stop_signalled, save, busy, error, profile)
         return self._channel.begin(flags, sums, self._after_agreement, self._waits)
 
     def _waits(self, begins: bool) -> None:
@@ -236,6 +244,8 @@ class Session:
             self._update(waits=int(begins), progressed_at=time.monotonic())
 
     def _after_agreement(self, agreement: Agreement) -> None:
+        if agreement.profiles and self._profiling is not None:
+            self._profiling.agreed(agreement.profiles)
         if agreement.save:
             self._saved_at = time.monotonic()
         if agreement.save and self._progress is not None:
@@ -281,6 +291,8 @@ class Session:
 
     def leave_group(self) -> None:
         """Called before `torch.distributed.destroy_process_group`."""
+        if self._profiling is not None:
+            self._profiling.close()
         self._channel.leave()
 
     def report(self, *, step: int, **fields: float) -> None:
@@ -295,7 +307,14 @@ class Session:
             self._first_step = False
             fields = {"first_step_at": now, **fields}
         self._progress.update(step=step, progressed_at=now, **fields)
-        self._observe(self._clock.take())
+        spent = self._clock.take()
+        self._observe(spent)
+        if self._profiling is not None and self._profiling.is_active:
+            self._profiling.stepped(step, spent)
+
+    def _profile_pause(self) -> AbstractContextManager[None]:
+        """A profile begins or is written: that takes a while, and is no part of a step."""
+        return self.phase(Phase.COMPILE, limit_seconds=_PROFILE_SECONDS)
 
     def measure_on_device(self, seconds: DeviceSeconds) -> None:
         """Where a device works on its own: how long the phases took there, asked at each report."""

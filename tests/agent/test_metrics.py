@@ -62,6 +62,7 @@ def test_counters_go_on_and_series_stay_the_same_while_workers_are_killed(tmp_pa
         job.wait_step(3)
         before = scrape(job)
         assert value(before, "agent_state", state="running") == 1
+        assert "round 1: running, 2 ranks\n" in job.output
         for kills in range(1, 6):
             status = job.status()
             assert status is not None

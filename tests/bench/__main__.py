@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-BENCHES = ("bench_step", "bench_recovery", "bench_checkpoints", "bench_memory", "bench_scrape")
+BENCHES = ("bench_step", "bench_recovery", "bench_checkpoints", "bench_memory", "bench_metrics", "bench_scrape")
 
 
 def main() -> int:

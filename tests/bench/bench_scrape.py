@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from elastic.metrics.server import StatusServer
+from elastic.metrics.server import StatusServer, bind_tcp
+from elastic.metrics.site import Site
 from tests.metrics.support import Node
 
 _SCRAPES = 100
@@ -27,7 +28,9 @@ def run() -> dict[str, Any]:
             node.end_round()
         node.start_round()
         _train(node)
-        server = StatusServer("127.0.0.1", 0, None, node.status, lambda: True, node.exposition.text)
+        server = StatusServer(
+            bind_tcp("127.0.0.1", 0), None, Site(status=node.status, healthy=lambda: True, metrics=node.exposition.text)
+        )
         try:
             _scrape(server.port, "")
             seconds = {

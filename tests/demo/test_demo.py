@@ -162,6 +162,7 @@ def test_a_run_that_fails_is_told_with_the_agents_last_words_and_leaves_nothing(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_worker_costs_no_sample_and_the_end_is_the_same(tmp_path: Path) -> None:
     with running_demo(tmp_path, "--steps", "32", "--save-every", "8", "--json") as process:

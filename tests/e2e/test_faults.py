@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,7 @@ ENDS = [  # moment, what is sent to the agent, exit codes
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_agent_is_drained_killed_or_stopped_at_any_moment_and_the_next_one_goes_on_to_the_same_end(
     tmp_path: Path, undisturbed: Path
@@ -178,3 +181,27 @@ def test_other_data_than_the_checkpoints_is_refused(tmp_path: Path, undisturbed:
     code, output = run_to_end(tmp_path, *[str(other) if a == SCRIPT else a for a in arguments(tmp_path, 1)])
     assert code == 1, output
     assert "DatasetChangedError" in output
+
+
+@pytest.mark.slow
+def test_a_profile_is_taken_without_a_restart_and_changes_no_bit(tmp_path: Path, undisturbed: Path) -> None:
+    logs = ("--log-dir", str(tmp_path / "logs"))
+    with running(tmp_path, *logs, *arguments(tmp_path, 2), environ=SLOWLY) as job:
+        job.wait_step(3)
+        command = [sys.executable, "-m", "elastic", "profile", "--steps", "4", "--json"]
+        done = subprocess.run(command, env=job.environ, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        assert job.wait(120) == 0, job.output
+    first = {rank["first_step"] for rank in told["ranks"]}
+    assert len(first) == 1, "all ranks have profiled the same steps"
+    for rank in told["ranks"]:
+        assert rank["last_step"] == rank["first_step"] + 3
+        assert sum(rank["seconds"].values()) == pytest.approx(rank["step_seconds"])
+        assert rank["seconds"]["compute"] > 0.05, "a micro-batch sleeps that long"
+        assert Path(rank["trace"]).parent == tmp_path / "logs"
+        events = json.loads(Path(rank["trace"]).read_text())["traceEvents"]
+        steps = {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep#")}
+        assert len(steps) == 4
+    assert "round 2" not in job.output
+    assert_same_end(tmp_path, undisturbed)

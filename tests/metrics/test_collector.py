@@ -6,11 +6,14 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 
-from elastic.metrics.catalogue import FAMILIES
+from elastic.metrics.catalogue import FAMILIES, Samples
+from elastic.metrics.gpu import Xids
+from elastic.status import Incident, IncidentSeconds
 from elastic.timings import BOUNDS
 from tests.metrics.support import Node, Series, names, value
 
@@ -194,3 +197,60 @@ def test_open_metrics_is_spoken_when_asked_for(node: Node) -> None:
     body, kind = node.exposition.text("text/plain")
     assert kind.startswith("text/plain")
     assert b"# HELP elasticd_goodput_ratio " in body
+
+
+def test_a_recovery_is_told_with_its_round_where_openmetrics_is_asked_for(node: Node) -> None:
+    seconds = IncidentSeconds(detect=0.1, stop=0.1, rendezvous=0.1, start=0.1, restore=0.1, first_step=0.1, total=0.6)
+    incident = Incident(time=1700000000.0, cause="rank 0 killed", round=7, lost_steps=1, seconds=seconds)
+    node.record.note(node.status(incidents=(incident,)), cause="", is_leader=True, now=1.0)
+    body, _ = node.exposition.text("application/openmetrics-text; version=1.0.0")
+    told = [s.exemplar for family in open_metrics(body.decode()) for s in family.samples if s.exemplar is not None]
+    assert len(told) == 7, "one for each phase and one for the total"
+    (total,) = [example for example in told if example.value == 0.6]
+    assert total.labels == {"round": "7", "reason": "worker_failed"}
+    assert float(total.timestamp) == 1700000000.0
+    assert b"# {" not in node.exposition.text("")[0], "the text format has no word for it"
+
+
+class Driver:
+    """NVML as far as it is asked for critical errors: three GPUs, of which the last cannot tell of them."""
+
+    class NVMLError(Exception):
+        pass
+
+    nvmlEventTypeXidCriticalError = 8
+
+    def __init__(self) -> None:
+        self.events: list[SimpleNamespace] = []
+
+    def nvmlEventSetCreate(self) -> str:
+        return "set"
+
+    def nvmlDeviceRegisterEvents(self, handle: str, kind: int, events: str) -> None:
+        if handle == "gpu2":
+            raise self.NVMLError("not supported")
+
+    def nvmlDeviceGetUUID(self, handle: str) -> str:
+        return f"uuid of {handle}"
+
+    def nvmlEventSetWait_v2(self, events: str, milliseconds: int) -> SimpleNamespace:
+        assert milliseconds == 0, "a scrape does not wait"
+        if not self.events:
+            raise self.NVMLError("timeout")
+        return self.events.pop(0)
+
+
+def test_critical_errors_of_a_gpu_are_counted_between_scrapes() -> None:
+    driver = Driver()
+    xids = Xids(driver, ["gpu0", "gpu1", "gpu2"])
+
+    def scraped() -> dict[str, dict[tuple[str, ...], float]]:
+        samples = Samples()
+        xids.add_to(samples)
+        return {name: dict(samples._samples[name]) for name in ("gpu_xid_errors_total", "gpu_last_xid")}  # type: ignore[arg-type]
+
+    assert scraped() == {"gpu_xid_errors_total": {("0",): 0, ("1",): 0}, "gpu_last_xid": {}}
+    driver.events = [SimpleNamespace(device="gpu1", eventData=code) for code in (31, 79)]
+    told = {"gpu_xid_errors_total": {("0",): 0, ("1",): 2}, "gpu_last_xid": {("1",): 79}}
+    assert scraped() == told
+    assert scraped() == told

@@ -177,6 +177,8 @@ HEALTHY = {
     'elasticd_memory_host_limit_bytes{job="elasticd",instance="a:1"}': "100x300",
     'elasticd_gpu_memory_used_bytes{job="elasticd",instance="a:1",device="0"}': "99x300",
     'elasticd_gpu_memory_limit_bytes{job="elasticd",instance="a:1",device="0"}': "100x300",
+    'elasticd_gpu_xid_errors_total{job="elasticd",instance="a:1",device="0"}': "1x300",
+    'elasticd_gpu_last_xid{job="elasticd",instance="a:1",device="0"}': "79x300",
     'elasticd_memory_alloc_retries_total{job="elasticd",instance="a:1",local_rank="0"}': "0x300",
     'elasticd_scrape_errors_total{job="elasticd",instance="a:1"}': "0x300",
     'up{job="elasticd",instance="a:1"}': "1x300",
@@ -194,6 +196,7 @@ CAUSES = {
     "ElasticdStraggler": {"elasticd_slowdown_ratio": "2x300"},
     "ElasticdMemoryNearLimit": {"elasticd_memory_host_used": "95x300"},
     "ElasticdDeviceMemoryNearLimit": {"elasticd_memory_alloc_retries": "0+1x300"},
+    "ElasticdGpuError": {"elasticd_gpu_xid": "1x280 2x20"},
     "ElasticdExporterDown": {"up{": "0x300"},
     "ElasticdScrapeIncomplete": {"elasticd_scrape_errors": "0+1x300"},
 }
@@ -221,6 +224,6 @@ def test_each_alert_fires_when_caused_and_none_when_all_is_well(tmp_path: Path) 
     store_is_away = {"elasticd_store_errors": "0+60x300"}
     cases.append(case(store_is_away, ["ElasticdLeaseTrouble"]))
     file = tmp_path / "cases.yml"
-    file.write_text(json.dumps({"rule_files": [RULES], "evaluation_interval": "1m", "tests": cases}))  # JSON is YAML
+    file.write_text(json.dumps({"rule_files": [RULES], "evaluation_interval": "5m", "tests": cases}))  # JSON is YAML
     done = tool("test", "rules", str(file))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 
 from elastic.metrics import dashboards
-from elastic.metrics.server import StatusServer
+from elastic.metrics.server import StatusServer, bind_tcp
+from elastic.metrics.site import Site
+from elastic.metrics.site import target as target_of
 from elastic.progress import Phase
 from elastic.status import Incident, IncidentSeconds
 from tests.metrics.support import Node
@@ -27,11 +29,6 @@ from tests.support.job import wait_for
 
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus (Debian) is not on PATH")
 
-CONFIG = {
-    "global": {"scrape_interval": "250ms", "evaluation_interval": "500ms"},
-    "rule_files": ["elasticd-rules.yml"],
-    "scrape_configs": [{"job_name": "elasticd", "static_configs": [{"targets": []}]}],
-}
 NOT_HERE = ("elasticd_gpu_", "elasticd_memory_shared_bytes")  # no GPU, and no folder of an agent's
 
 
@@ -59,11 +56,21 @@ def free_port() -> int:
         return port
 
 
+def static(ports: list[int]) -> dict[str, Any]:
+    return {"static_configs": [{"targets": [f"127.0.0.1:{port}" for port in ports]}]}
+
+
 @contextlib.contextmanager
-def prometheus(folder: Path, ports: list[int]) -> Iterator[Prometheus]:
+def prometheus(folder: Path, scrape: dict[str, Any], *, agents: int) -> Iterator[Prometheus]:
+    """With our rules, once it scrapes that many agents."""
+    folder.mkdir(exist_ok=True)
     dashboards.write(folder)
-    CONFIG["scrape_configs"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{port}" for port in ports]  # type: ignore[index]
-    (folder / "prometheus.yml").write_text(json.dumps(CONFIG))  # JSON is YAML
+    config = {
+        "global": {"scrape_interval": "250ms", "evaluation_interval": "500ms"},
+        "rule_files": ["elasticd-rules.yml"],
+        "scrape_configs": [{"job_name": "elasticd", **scrape}],
+    }
+    (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
     port = free_port()
     command = [
         "prometheus",
@@ -78,7 +85,7 @@ def prometheus(folder: Path, ports: list[int]) -> Iterator[Prometheus]:
     def is_up() -> bool:
         assert process.poll() is None, (folder / "log").read_text()
         with contextlib.suppress(OSError):
-            return len(server.query("up == 1")) == len(ports)
+            return len(server.query("up == 1")) == agents
         return False
 
     try:
@@ -97,7 +104,16 @@ def nodes(tmp_path: Path) -> Iterator[list[tuple[Node, StatusServer]]]:
         folder.mkdir()
         node = Node(folder)
         node.start_round()
-        made.append((node, StatusServer("127.0.0.1", 0, None, node.status, lambda: True, node.exposition.text)))
+        made.append(
+            (
+                node,
+                StatusServer(
+                    bind_tcp("127.0.0.1", 0),
+                    None,
+                    Site(status=node.status, healthy=lambda: True, metrics=node.exposition.text),
+                ),
+            )
+        )
     yield made
     for node, server in made:
         server.close()
@@ -145,7 +161,7 @@ def test_prometheus_gets_the_same_series_through_churn_and_every_panel_has_data(
     tmp_path: Path, nodes: list[tuple[Node, StatusServer]]
 ) -> None:
     counts = 'count({__name__=~"elasticd_.*", job="elasticd"}) by (instance)'
-    with prometheus(tmp_path, [server.port for _, server in nodes]) as server:
+    with prometheus(tmp_path, static([server.port for _, server in nodes]), agents=2) as server:
         scraped = seen = 0.0
 
         def scraped_since() -> bool:
@@ -189,3 +205,20 @@ def assert_every_panel_has_data(server: Prometheus) -> None:
                 empty.append((panel["title"], query))
     # Time per renewal is that of a lease, and these agents have none: 0 / 0 is there, and no number.
     assert not empty
+
+
+def test_prometheus_finds_all_agents_by_asking_one(tmp_path: Path, nodes: list[tuple[Node, StatusServer]]) -> None:
+    found = [
+        target_of(f"127.0.0.1:{server.port}", run_id="train", node_id=f"n{n}") for n, (_, server) in enumerate(nodes)
+    ]
+    site = Site(status=nodes[0][0].status, healthy=lambda: True, targets=lambda: found)
+    asked = StatusServer(bind_tcp("127.0.0.1", 0), None, site)
+    relabel = [{"source_labels": ["__meta_elasticd_node_id"], "target_label": "node"}]
+    scrape = {"http_sd_configs": [{"url": f"http://127.0.0.1:{asked.port}/sd"}], "relabel_configs": relabel}
+    try:
+        with prometheus(tmp_path / "prometheus", scrape, agents=2) as server:
+            assert {sample["metric"]["node"] for sample in server.query("up")} == {"n0", "n1"}
+            runs = wait_for(lambda: server.query("elasticd_job_info"), what="the first scrape is in")
+            assert {sample["metric"]["run_id"] for sample in runs} == {"train"}, "a target's name does not hide ours"
+    finally:
+        asked.close()

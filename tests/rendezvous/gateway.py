@@ -14,7 +14,7 @@ class Listener:
 
     def __init__(self, store: EtcdStore, after_revision: int) -> None:
         self.told: list[str | None] = []
-        store.watch(KEY, after_revision=after_revision, on_events=self._on_events, on_gap=self._on_gap)
+        store.watch([KEY], after_revision=after_revision, on_events=self._on_events, on_gap=self._on_gap)
 
     def _on_events(self, events: list[Event]) -> None:
         self.told += [event.entry.value if event.entry else None for event in events]

@@ -242,7 +242,7 @@ def test_a_watch_tells_everything_after_its_revision_once_and_in_order(place: Pl
     place.put("n/2", "1")
     heard = Heard()
     place.store.watch(
-        place.key("n/"), prefix=True, after_revision=after, on_events=heard.on_events, on_gap=heard.on_gap
+        [place.key("n/")], prefix=True, after_revision=after, on_events=heard.on_events, on_gap=heard.on_gap
     )
     place.put("m", "not watched")
     place.put("n/2", "2")
@@ -258,17 +258,32 @@ def test_a_watch_tells_everything_after_its_revision_once_and_in_order(place: Pl
 def test_a_watch_of_one_key_tells_nothing_of_others(place: Place) -> None:
     heard = Heard()
     after = place.put("a", "1")
-    place.store.watch(place.key("a"), after_revision=after, on_events=heard.on_events, on_gap=heard.on_gap)
+    place.store.watch([place.key("a")], after_revision=after, on_events=heard.on_events, on_gap=heard.on_gap)
     place.put("ab", "1")
     place.put("a", "2")
     place.wait(lambda: heard.events)
     assert heard.told() == [("a", "2")]
 
 
+def test_keys_that_are_watched_together_are_each_told_in_order(place: Place) -> None:
+    heard = Heard()
+    after = place.put("b", "0")
+    keys = [place.key("a"), place.key("b")]
+    place.store.watch(keys, after_revision=after, on_events=heard.on_events, on_gap=heard.on_gap)
+    place.put("a", "1")
+    place.put("c", "1")
+    place.other.write([], [Put(place.key("a"), "2"), Put(place.key("b"), "1")])
+    place.put("b", "2")
+    place.wait(lambda: len(heard.events) >= 4)
+    assert [told for told in heard.told() if told[0] == "a"] == [("a", "1"), ("a", "2")]
+    assert [told for told in heard.told() if told[0] == "b"] == [("b", "1"), ("b", "2")]
+    assert heard.gaps == 0
+
+
 def test_what_one_write_changed_is_told_in_one_call(place: Place) -> None:
     heard = Heard()
     place.store.watch(
-        place.root, prefix=True, after_revision=place.put("x", ""), on_events=heard.on_events, on_gap=heard.on_gap
+        [place.root], prefix=True, after_revision=place.put("x", ""), on_events=heard.on_events, on_gap=heard.on_gap
     )
     place.other.write([], [Put(place.key("a"), "1"), Put(place.key("b"), "1")])
     place.wait(lambda: heard.events)
@@ -279,7 +294,7 @@ def test_the_end_of_a_lease_is_told_as_deletion(place: Place) -> None:
     heard = Heard()
     lease = place.other.grant(2)
     _, after = place.other.write([], [Put(place.key("a"), "1", lease.id)])
-    place.store.watch(place.key("a"), after_revision=after, on_events=heard.on_events, on_gap=heard.on_gap)
+    place.store.watch([place.key("a")], after_revision=after, on_events=heard.on_events, on_gap=heard.on_gap)
     place.wait(lambda: heard.events)
     assert heard.told() == [("a", None)]
 
@@ -290,7 +305,7 @@ def test_a_watch_below_the_compaction_tells_a_gap_and_goes_on(place: Place) -> N
     place.put("a", "2")
     place.put("a", "3")
     place.compact()
-    place.store.watch(place.key("a"), after_revision=after, on_events=heard.on_events, on_gap=heard.on_gap)
+    place.store.watch([place.key("a")], after_revision=after, on_events=heard.on_events, on_gap=heard.on_gap)
     place.wait(lambda: heard.gaps)
     place.put("a", "4")
     place.wait(lambda: ("a", "4") in heard.told())
@@ -309,8 +324,8 @@ def test_a_closed_watch_is_silent_and_may_be_closed_from_its_own_callback(place:
         own[0].close()
         closed.set()
 
-    watch = place.store.watch(place.key("a"), after_revision=after, on_events=heard.on_events, on_gap=heard.on_gap)
-    own.append(place.store.watch(place.key("a"), after_revision=after, on_events=close_myself, on_gap=heard.on_gap))
+    watch = place.store.watch([place.key("a")], after_revision=after, on_events=heard.on_events, on_gap=heard.on_gap)
+    own.append(place.store.watch([place.key("a")], after_revision=after, on_events=close_myself, on_gap=heard.on_gap))
     watch.close()
     place.put("a", "2")
     place.wait(closed.is_set)
@@ -327,7 +342,7 @@ def test_a_callback_that_writes_is_told_of_its_own_write(place: Place) -> None:
         if len(heard.events) < 3:
             place.store.write([], [Put(place.key("a"), str(len(heard.events)))])
 
-    place.store.watch(place.key("a"), after_revision=after, on_events=on_events, on_gap=heard.on_gap)
+    place.store.watch([place.key("a")], after_revision=after, on_events=on_events, on_gap=heard.on_gap)
     place.put("a", "0")
     place.wait(lambda: len(heard.events) == 3)
     assert heard.told() == [("a", "0"), ("a", "1"), ("a", "2")]

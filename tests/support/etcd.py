@@ -248,17 +248,18 @@ class EtcdCluster:
 
 
 class Certificates:
-    """An authority of its own, a server certificate for 127.0.0.1 and one for a client, made by the openssl command."""
+    """An authority of its own, a server certificate for `names` and one for a client, made by the openssl command."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, names: str = "IP:127.0.0.1") -> None:
         self._directory = directory
+        self._names = names
         self.ca = directory / "ca.pem"
         self._openssl("req", "-x509", *_NEW_KEY, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=ca")
         self.server = self._sign("server")
         self.client = self._sign("client")
 
     def _sign(self, name: str) -> tuple[Path, Path]:
-        (self._directory / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+        (self._directory / "names").write_text(f"subjectAltName={self._names}\n")
         self._openssl("req", *_NEW_KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
         authority = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
         self._openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *authority)

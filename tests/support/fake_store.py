@@ -166,14 +166,14 @@ class FakeWatch:
     def __init__(
         self,
         store: FakeStore,
-        key: str,
+        keys: Sequence[str],
         prefix: bool,
         after_revision: int,
         on_events: Callable[[list[Event]], None],
         on_gap: Callable[[], None],
     ) -> None:
         self._store = store
-        self._key = key
+        self._keys = keys
         self._prefix = prefix
         self._after = after_revision
         self._on_events = on_events
@@ -199,9 +199,10 @@ class FakeWatch:
                 if not events:
                     break
                 self._after = events[-1].revision
-                if wanted := [event for event in events if _matches(event.key, self._key, self._prefix)]:
-                    self._on_events(wanted)
-                    calls += 1
+                for key in self._keys:
+                    if wanted := [event for event in events if _matches(event.key, key, self._prefix)]:
+                        self._on_events(wanted)
+                        calls += 1
         finally:
             self._delivering = False
         return calls
@@ -263,14 +264,14 @@ class FakeStore:
 
     def watch(
         self,
-        key: str,
+        keys: Sequence[str],
         *,
         prefix: bool = False,
         after_revision: int,
         on_events: Callable[[list[Event]], None],
         on_gap: Callable[[], None],
     ) -> FakeWatch:
-        watch = FakeWatch(self, key, prefix, after_revision, on_events, on_gap)
+        watch = FakeWatch(self, keys, prefix, after_revision, on_events, on_gap)
         self._watches.append(watch)
         self.server.add(watch)
         self.server.settle()

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from elastic import runtime
 
 T = TypeVar("T")
-_MARK = "JOB_TEST_MARK"
+MARK = "JOB_TESTMARK"
 
 
 class WaitTimeoutError(AssertionError):
@@ -78,7 +78,7 @@ class Job:
             **os.environ,
             "RUNTIME_DIRECTORY": str(self.runtime),
             "ELASTICD_SHM_DIR": str(shared_memory),
-            _MARK: self.mark,
+            MARK: self.mark,
             **quiet,
             **(environ or {}),
         }
@@ -156,7 +156,7 @@ class Job:
 
 
 def marked(mark: str) -> set[int]:
-    needle = f"{_MARK}={mark}".encode()
+    needle = f"{MARK}={mark}".encode()
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -152,7 +152,7 @@ def main() -> None:
         loader_workers=1,
         grad_clip_norm=1.0,
         schedule="cosine",
-        device="cpu",
+        device=os.environ.get("TEST_DEVICE", "cpu"),
     )
     job = Job()
     directory = session().checkpoint_dir

@@ -22,14 +22,16 @@ from elastic.cli import main
 
 AGENT = """
 import os, signal, sys, threading
-from elastic.metrics.server import StatusServer
+from elastic.metrics.server import StatusServer, bind_tcp
+from elastic.metrics.site import Site
 from elastic.runtime import runtime_dir, socket_path
 from elastic.status import JobStatus
 
 stop = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())
 status = JobStatus(run_id=sys.argv[1], incarnation="i", node_id="n", state="running")
-server = StatusServer("127.0.0.1", 0, socket_path(runtime_dir(os.environ), os.getpid()), lambda: status, lambda: True)
+site = Site(status=lambda: status, healthy=lambda: True)
+server = StatusServer(bind_tcp("127.0.0.1", 0), socket_path(runtime_dir(os.environ), os.getpid()), site)
 print(server.port, flush=True)
 stop.wait(60)
 server.close()

@@ -469,3 +469,9 @@ def test_help_lists_torchruns_flags_and_ours(capsys: pytest.CaptureFixture[str])
         "--etcd-ca",
     ):
         assert part in shown
+
+
+def test_a_job_file_gives_steps_as_numbers(work_directory: Path) -> None:
+    path = job_file('script = "train.py"\ncheckpoint_dir = "c"\ncheckpoint_every = 100\nmemory_every = 5\n')
+    config = loaded("--config", path)
+    assert (config.checkpoint_every, config.memory_every) == ("100", 5)

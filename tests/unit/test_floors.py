@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = {
     5: {"cli"},
-    4: {"demo", "doctor", "agent"},
+    4: {"demo", "doctor", "agent", "service"},
     3: {"training", "metrics", "rendezvous"},
     2: {"config"},
     1: {"checkpoints", "own_checkpoints", "status", "progress", "runtime"},
@@ -21,9 +21,10 @@ FLOORS = {
 }
 # Files that belong to a room without lying in a directory of its name.
 ROOMS = {
-    **dict.fromkeys(("cli_checkpoints", "cli_status", "cli_table", "__main__"), "cli"),
+    **dict.fromkeys(("cli_checkpoints", "cli_install", "cli_log", "cli_status", "cli_table", "__main__"), "cli"),
     **dict.fromkeys(("flags", "jobfile", "rules", "values"), "config"),
-    "timings": "progress",
+    **dict.fromkeys(("timings", "profile_order"), "progress"),
+    **dict.fromkeys(("cli_profile", "cli_log_json"), "cli"),
     **dict.fromkeys(("checks", "preflight"), "doctor"),
 }
 LEVELS = {room: level for level, rooms in FLOORS.items() for room in rooms}

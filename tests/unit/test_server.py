@@ -20,7 +20,8 @@ from elastic import runtime
 from elastic.errors import UsageError
 from elastic.metrics import server as server_module
 from elastic.metrics.access import Access, exposure, load_access
-from elastic.metrics.server import StatusServer
+from elastic.metrics.server import StatusServer, bind_tcp
+from elastic.metrics.site import Site
 from elastic.status import JobStatus
 from tests.support.etcd import Certificates
 from tests.support.job import wait_for
@@ -61,7 +62,9 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(job: Job, path: Path) -> Iterator[StatusServer]:
-    made = StatusServer("127.0.0.1", 0, path, job.status, job.healthy, job.metrics)
+    made = StatusServer(
+        bind_tcp("127.0.0.1", 0), path, Site(status=job.status, healthy=job.healthy, metrics=job.metrics)
+    )
     yield made
     made.close()
     wait_for(no_server_threads, seconds=10.0, what="the server's threads are gone")
@@ -142,7 +145,7 @@ def test_a_busy_port_is_a_warning_and_the_next_free_one(
     server: StatusServer, job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        second = StatusServer("127.0.0.1", server.port, None, job.status, job.healthy)
+        second = StatusServer(bind_tcp("127.0.0.1", server.port), None, Site(status=job.status, healthy=job.healthy))
     try:
         assert second.port > server.port
         assert f"port {server.port} is taken; serving on port {second.port}" in caplog.text
@@ -152,16 +155,16 @@ def test_a_busy_port_is_a_warning_and_the_next_free_one(
 
 
 def test_a_port_is_free_again_once_the_server_is_closed(job: Job) -> None:
-    first = StatusServer("127.0.0.1", 0, None, job.status, job.healthy)
+    first = StatusServer(bind_tcp("127.0.0.1", 0), None, Site(status=job.status, healthy=job.healthy))
     ask(first, "/healthz")
     first.close()
-    second = StatusServer("127.0.0.1", first.port, None, job.status, job.healthy)
+    second = StatusServer(bind_tcp("127.0.0.1", first.port), None, Site(status=job.status, healthy=job.healthy))
     second.close()
     assert second.port == first.port
 
 
 def test_an_ipv6_literal_is_a_host(job: Job) -> None:
-    made = StatusServer("::1", 0, None, job.status, job.healthy)
+    made = StatusServer(bind_tcp("::1", 0), None, Site(status=job.status, healthy=job.healthy))
     try:
         assert ask(made, "/healthz", host="::1")[0] == 200
     finally:
@@ -171,12 +174,12 @@ def test_an_ipv6_literal_is_a_host(job: Job) -> None:
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "203.0.113.1"])
 def test_a_host_that_is_not_ours_is_refused_by_name(job: Job, host: str) -> None:
     with pytest.raises(UsageError, match=rf"--http: .*{host}"):
-        StatusServer(host, 0, None, job.status, job.healthy)
+        StatusServer(bind_tcp(host, 0), None, Site(status=job.status, healthy=job.healthy))
 
 
 def test_the_socket_replaces_a_dead_agents_and_goes_with_the_server(job: Job, path: Path) -> None:
     path.touch()
-    made = StatusServer("127.0.0.1", 0, path, job.status, job.healthy)
+    made = StatusServer(bind_tcp("127.0.0.1", 0), path, Site(status=job.status, healthy=job.healthy))
     assert path.is_socket()
     assert path.stat().st_mode & 0o777 == 0o600
     made.close()
@@ -185,7 +188,9 @@ def test_the_socket_replaces_a_dead_agents_and_goes_with_the_server(job: Job, pa
 
 def test_a_socket_that_cannot_be_made_leaves_no_server_behind(job: Job, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"status socket .*gone/1\.sock: No such file"):
-        StatusServer("127.0.0.1", 0, tmp_path / "gone" / "1.sock", job.status, job.healthy)
+        StatusServer(
+            bind_tcp("127.0.0.1", 0), tmp_path / "gone" / "1.sock", Site(status=job.status, healthy=job.healthy)
+        )
     wait_for(no_server_threads, seconds=10.0, what="the server's threads are gone")
 
 
@@ -215,7 +220,7 @@ def test_clients_beyond_the_limit_are_turned_away_and_come_in_again_later(server
 
 def test_a_client_that_drips_its_request_is_cut_off(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_EXCHANGE_SECONDS", 0.3)
-    made = StatusServer("127.0.0.1", 0, None, job.status, job.healthy)
+    made = StatusServer(bind_tcp("127.0.0.1", 0), None, Site(status=job.status, healthy=job.healthy))
     try:
         with tcp(made) as dripping:
             deadline = time.monotonic() + 5
@@ -246,7 +251,7 @@ def test_rubbish_does_no_harm(server: StatusServer, request_bytes: bytes, caplog
 
 
 def test_closing_does_not_wait_for_silent_clients(job: Job) -> None:
-    made = StatusServer("127.0.0.1", 0, None, job.status, job.healthy)
+    made = StatusServer(bind_tcp("127.0.0.1", 0), None, Site(status=job.status, healthy=job.healthy))
     with tcp(made) as silent:
         silent.sendall(b"G")
         began = time.monotonic()
@@ -274,7 +279,8 @@ def certificates(tmp_path: Path) -> Certificates:
 
 
 def guarded(job: Job, path: Path | None, access: Access) -> StatusServer:
-    return StatusServer("127.0.0.1", 0, path, job.status, job.healthy, job.metrics, access)
+    site = Site(status=job.status, healthy=job.healthy, metrics=job.metrics)
+    return StatusServer(bind_tcp("127.0.0.1", 0), path, site, access)
 
 
 def authorized(server: StatusServer, target: str, header: str | None) -> tuple[int, list[str]]:

@@ -29,7 +29,7 @@ FULL = JobStatus(
     base_step=100,
     world_size=2,
     outcome=None,
-    nodes=(NodeStatus(node_id="n0", node_rank=0, addr="10.0.0.1", ranks=(0, 1)),),
+    nodes=(NodeStatus(node_id="n0", node_rank=0, addr="10.0.0.1", ranks=(0, 1), http="10.0.0.1:9431"),),
     waiting=(WaitingStatus(node_id="n1", reason="more than MAX"),),
     workers=(
         WorkerStatus(
@@ -58,7 +58,7 @@ AS_JSON: dict[str, Any] = {
     "base_step": 100,
     "world_size": 2,
     "outcome": None,
-    "nodes": [{"node_id": "n0", "node_rank": 0, "addr": "10.0.0.1", "ranks": [0, 1]}],
+    "nodes": [{"node_id": "n0", "node_rank": 0, "addr": "10.0.0.1", "ranks": [0, 1], "http": "10.0.0.1:9431"}],
     "waiting": [{"node_id": "n1", "reason": "more than MAX"}],
     "workers": [
         {

@@ -12,6 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+import grpc._common
+
 from elastic.rendezvous.etcd_config import Counters, EtcdConfig
 from elastic.rendezvous.etcd_store import open_store
 from elastic.rendezvous.identity import own_identity
@@ -27,6 +29,8 @@ from tests.bench.rendezvous.meter import Metered
 from tests.bench.rendezvous.sightings import Sightings
 
 _STACK_BYTES = 512 << 10  # two watches for each of hundreds of agents
+_WAKE_SECONDS = 10.0  # grpc's wait for a message ends ten times a second, to look for signals: nothing for one node,
+# but hundreds of threads that wake so often in one process do little else
 _TIMEOUT_SECONDS = 60.0  # of a call: here hundreds of nodes share a core, and an answer may have to wait for its turn
 _THREADS = 8  # of the loop: so many calls are in flight at once
 
@@ -104,6 +108,7 @@ class Agents:
 
     def __init__(self, share: Share) -> None:
         threading.stack_size(_STACK_BYTES)
+        grpc._common.MAXIMUM_WAIT_TIMEOUT = _WAKE_SECONDS
         self._share = share
         self._keys = Keys(share.run_id)
         self._counters = Counters()

@@ -48,7 +48,7 @@ class Metered:
 
     def watch(
         self,
-        key: str,
+        keys: Sequence[str],
         *,
         prefix: bool = False,
         after_revision: int,
@@ -60,7 +60,7 @@ class Metered:
             on_events(events)
 
         self._counters.add("watches")
-        return self._store.watch(key, prefix=prefix, after_revision=after_revision, on_events=told, on_gap=on_gap)
+        return self._store.watch(keys, prefix=prefix, after_revision=after_revision, on_events=told, on_gap=on_gap)
 
     def counters(self) -> Mapping[str, int]:
         return self._counters.snapshot()

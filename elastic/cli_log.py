@@ -1,0 +1,46 @@
+"""Where the log lines of a command go: to stderr, with the time for people, with a priority for systemd's journal."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+
+_PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (0, 7))  # sd-daemon(3), syslog(3)
+
+
+def log_to_stderr(environ: Mapping[str, str] = os.environ) -> None:
+    """Our own lines at INFO or $LOGLEVEL; other packages' warnings stay as they are."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        JournalFormatter("%(name)s: %(message)s")
+        if is_journal(environ)
+        else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    )
+    level = logging.getLevelName(environ.get("LOGLEVEL", "INFO").upper())
+    for name in ("elastic", "checkpoints"):
+        logger = logging.getLogger(name)
+        logger.setLevel(level if isinstance(level, int) else logging.INFO)
+        logger.handlers = [handler]
+        logger.propagate = False
+
+
+def is_journal(environ: Mapping[str, str]) -> bool:
+    """Whether stderr is the very stream that systemd has connected to the journal (systemd.exec(5), JOURNAL_STREAM)."""
+    stream = environ.get("JOURNAL_STREAM")
+    if not stream:
+        return False
+    try:
+        found = os.fstat(2)
+    except OSError:  # closed
+        return False
+    return stream == f"{found.st_dev}:{found.st_ino}"
+
+
+class JournalFormatter(logging.Formatter):
+    """Each line with its priority, also those of a traceback; the journal knows the time itself."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        priority = next(number for level, number in _PRIORITIES if record.levelno >= level)
+        return "\n".join(f"<{priority}>{line}" for line in super().format(record).splitlines())

@@ -1,0 +1,47 @@
+"""Log lines as JSON, one object a line (`--log-format json`): for journald and whatever collects and searches logs."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import re
+from typing import Any
+
+LOGGERS = ("elastic", "checkpoints")
+# How our lines name things (style: "round 3: rank 1 ...", "run=x round=3 rank=1 step=7 ..."); the first line counts.
+_NAMED = {key: re.compile(rf"\b{key}[ =](\d+)\b") for key in ("round", "rank", "step")}
+
+
+class JsonFormatter(logging.Formatter):
+    """`run_id` and `node_id` are on every line; round, rank and step where the message names them."""
+
+    def __init__(self, *, run_id: str, node_id: str) -> None:
+        super().__init__()
+        self._ids = {"run_id": run_id, "node_id": node_id}
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        moment = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
+        line: dict[str, Any] = {
+            "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": message,
+            **self._ids,
+        }
+        head = message.partition("\n")[0]
+        for key, pattern in _NAMED.items():
+            if (found := pattern.search(head)) is not None:
+                line[key] = int(found[1])
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def log_as_json(*, run_id: str, node_id: str) -> None:
+    """From now on the handlers of our loggers write JSON."""
+    formatter = JsonFormatter(run_id=run_id, node_id=node_id)
+    for name in LOGGERS:
+        for handler in logging.getLogger(name).handlers:
+            handler.setFormatter(formatter)

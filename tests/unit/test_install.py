@@ -1,0 +1,216 @@
+"""`elasticd install` and `uninstall` on the tree of an image: what is written, and that edits are never lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.cli import main
+from elastic.config import load
+from elastic.service import plan
+from elastic.service.install import first_closed
+from elastic.service.stamp import State, is_intact, stamped, state
+
+JOB = """
+script = "train.py"
+checkpoint_dir = "ckpt"
+drain_grace = 300
+"""
+UNITS = Path("etc/systemd/system")
+DROP_IN = UNITS / "elasticd@llm-1.service.d/10-job.conf"
+
+
+class Host:
+    """An image's tree, and what the commands say about it."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.root = folder / "root"
+        self.root.mkdir()
+        self.job = folder / "llm-1.toml"
+        self.job.write_text(JOB)
+        (folder / "train.py").touch()
+        self._capsys = capsys
+
+    def run(self, *arguments: str, code: int = 0) -> str:
+        assert main([*arguments, "--root", str(self.root)]) == code
+        out, err = self._capsys.readouterr()
+        return out + err
+
+    def install(self, *more: str, code: int = 0) -> str:
+        return self.run("install", str(self.job), *more, code=code)
+
+    def read(self, path: Path | str) -> str:
+        return (self.root / path).read_text()
+
+    def files(self) -> set[str]:
+        return {str(path.relative_to(self.root)) for path in self.root.glob("etc/**/*") if path.is_file()}
+
+
+@pytest.fixture
+def host(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Host:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PET_NNODES", "nonsense")  # of the shell, not of the service
+    return Host(tmp_path, capsys)
+
+
+def test_a_job_is_installed_with_the_program_of_this_environment_and_told_how_to_start(host: Host) -> None:
+    said = host.install()
+    settings = host.read(DROP_IN)
+    elasticd = Path(sys.executable).with_name("elasticd")
+    assert f"\nExecStart={elasticd} run --config /etc/elasticd/%i.toml\n" in settings
+    assert f"WorkingDirectory={Path.cwd()}\n" in settings
+    assert "TimeoutStopSec=330s\n" in settings
+    assert f"ReadWritePaths=-{Path.cwd()}/ckpt\n" in settings
+    assert host.read("etc/elasticd/llm-1.toml").endswith(JOB)
+    assert "systemctl enable --now elasticd@llm-1.service" in said
+    assert "journalctl -fu elasticd@llm-1.service" in said
+    environment = (host.root / "etc/elasticd/llm-1.env").stat()
+    assert stat.S_IMODE(environment.st_mode) == 0o600
+    assert {"etc/systemd/system/elasticd@.service", "etc/sysusers.d/elasticd.conf"} <= host.files()
+
+
+def test_what_the_loader_refuses_is_not_installed(host: Host) -> None:
+    host.job.write_text(JOB + "lease_ttl = 1\n")
+    assert "lease_ttl = 1" in host.install(code=2)
+    assert not host.files()
+
+
+@pytest.mark.parametrize("name", ["a b.toml", "x@y.toml", "job.conf"])
+def test_a_name_that_makes_no_unit_is_refused(host: Host, name: str) -> None:
+    host.job = host.job.rename(host.job.with_name(name))
+    assert "NAME.toml" in host.install(code=2)
+    assert not host.files()
+
+
+def test_a_second_install_changes_nothing(host: Host) -> None:
+    host.install()
+    before = {name: host.read(name) for name in host.files()}
+    said = host.install()
+    assert {name: host.read(name) for name in host.files()} == before
+    assert "wrote " not in said
+
+
+def test_a_dry_run_says_the_same_and_writes_nothing(host: Host) -> None:
+    said = host.install("--dry-run")
+    assert not list(host.root.iterdir())
+    assert said.splitlines() == host.install().splitlines()
+
+
+@pytest.mark.parametrize("path", [UNITS / "elasticd@.service", DROP_IN, Path("etc/elasticd/llm-1.toml")])
+def test_an_edited_file_is_kept_and_ours_put_beside_it(host: Host, path: Path) -> None:
+    host.install()
+    edited = host.read(path) + "# mine\n"
+    (host.root / path).write_text(edited)
+    said = host.install()
+    assert host.read(path) == edited
+    assert f"mv {host.root / path}.elasticd-new {host.root / path}" in said
+    (host.root / f"{path}.elasticd-new").rename(host.root / path)
+    assert "kept  " not in host.install()
+
+
+def test_a_file_of_ours_that_nobody_has_edited_is_brought_up_to_date(host: Host) -> None:
+    host.install()
+    host.job.write_text(JOB.replace("300", "60"))
+    said = host.install()
+    assert "TimeoutStopSec=90s\n" in host.read(DROP_IN)
+    assert "drain_grace = 60\n" in host.read("etc/elasticd/llm-1.toml")
+    assert "kept  " not in said
+
+
+def test_the_installed_file_itself_may_be_edited_and_installed(host: Host) -> None:
+    host.install()
+    host.job = host.root / "etc/elasticd/llm-1.toml"
+    host.job.write_text(host.job.read_text().replace("300", "45"))
+    assert "kept  " not in host.install()
+    assert "TimeoutStopSec=75s\n" in host.read(DROP_IN)
+
+
+def test_uninstall_takes_out_what_install_wrote_and_keeps_edits(host: Host) -> None:
+    host.install()
+    (host.root / "etc/elasticd/llm-1.env").write_text("ELASTICD_ETCD_PASSWORD=x\n")
+    said = host.run("uninstall", "llm-1")
+    assert host.files() == {"etc/elasticd/llm-1.env"}
+    assert "kept  " in said
+    assert "systemctl disable --now elasticd@llm-1.service" in said
+
+
+def test_uninstall_leaves_what_another_job_needs(host: Host) -> None:
+    host.install()
+    first = host.files()
+    host.job = host.job.rename(host.job.with_name("other.toml"))
+    host.install()
+    host.run("uninstall", "other.toml")
+    assert host.files() == first
+
+
+def test_uninstall_of_a_job_that_is_not_there_names_those_that_are(host: Host) -> None:
+    host.install()
+    assert "llm-1" in host.run("uninstall", "llm-2", code=2)
+
+
+def test_without_root_it_says_how_to_go_on(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert main(["install", str(host.job)]) == 2
+    assert "sudo" in host._capsys.readouterr().err
+
+
+def test_the_password_may_come_later_and_is_asked_for(host: Host) -> None:
+    host.job.write_text(JOB + 'rdzv_backend="etcd3"\nrdzv_endpoint="h1"\nrdzv_id="x"\netcd_user="u"\n')
+    assert "ELASTICD_ETCD_PASSWORD" in host.install()
+
+
+def test_paths_with_blanks_and_percents_reach_the_unit_whole() -> None:
+    assert plan.command_line(["/a b/50%/elasticd", 'x"y', "$HOME"]) == '"/a b/50%%/elasticd" "x\\"y" $$HOME'
+
+
+def test_the_stop_timeout_is_longer_than_whatever_the_agent_waits_for(host: Host) -> None:
+    config = load(["--drain-grace", "10", "--shutdown-timeout", "77.5", "train.py"], {})
+    assert plan.stop_seconds(config) == 108
+
+
+def test_stamps_tell_edits_from_older_versions() -> None:
+    assert state(None, "a\n") is State.MISSING
+    assert state(stamped("a\n"), "a\n") is State.SAME
+    assert state("a\n", "a\n") is State.SAME
+    assert state(stamped("a\n"), "b\n") is State.OLD
+    assert state(stamped("a\n") + "c\n", "b\n") is State.EDITED
+    assert state("a\n", "b\n") is State.EDITED
+    assert not is_intact("a\n")
+
+
+def test_a_directory_that_keeps_the_user_out_is_found(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, whom no mode keeps out")
+    closed = tmp_path / "closed"
+    (closed / "venv").mkdir(parents=True)
+    closed.chmod(0o700)
+    parents = [parent for parent in closed.parents if not parent.stat().st_mode & 1]
+    assert first_closed(closed / "venv" / "elasticd", "nobody") == (parents[-1] if parents else closed)
+    assert first_closed(closed / "venv" / "elasticd", "root") is None
+    assert first_closed(closed, "no-such-user") is None
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+@pytest.mark.parametrize(("unit", "program"), [("elasticd@.service", "elasticd"), ("elasticd-etcd.service", "etcd")])
+def test_units_are_valid_and_closed_enough(tmp_path: Path, unit: str, program: str) -> None:
+    """The scale of `systemd-analyze security` goes from 0 to 10; what is left open is explained in the unit."""
+    text = (Path(plan.__file__).parent / "units" / unit).read_text()
+    (tmp_path / unit).write_text(text.replace(f"/usr/bin/{program}", "/bin/true"))
+    shutil.copy(Path(plan.__file__).parent / "units/elasticd.slice", tmp_path)
+    instance = unit.replace("@.", "@job.")
+    verified = subprocess.run(
+        ["systemd-analyze", "verify", f"./{instance}", "./elasticd.slice"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (verified.returncode, verified.stdout + verified.stderr) == (0, "")
+    judged = subprocess.run(
+        ["systemd-analyze", "security", "--offline=yes", "--threshold=40", f"./{unit}"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert judged.returncode == 0, judged.stdout[-2000:]
