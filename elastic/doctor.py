@@ -23,6 +23,7 @@ from elastic.checks.report import as_json, exit_code, print_text
 from elastic.config import JobConfig, load, settings_digest
 from elastic.errors import UsageError
 from elastic.flags import collect
+from elastic.systemctl import stop_timeout
 
 _CHECK_SECONDS = 20.0
 _USAGE = """elasticd doctor [JOB.toml | flags of elasticd run] [--json] [--preflight]
@@ -140,7 +141,7 @@ def checks(subject: Subject) -> dict[str, Check]:
     }
     if unit is not None:
         made["unit"] = lambda: service.check_stop_timeout(
-            unit, service.stop_timeout(unit), max(config.drain_grace_seconds, config.shutdown_timeout_seconds)
+            unit, stop_timeout(unit), max(config.drain_grace_seconds, config.shutdown_timeout_seconds)
         )
     if subject.many:
         made["etcd"] = lambda: _etcd(subject)

@@ -316,15 +316,6 @@ def test_a_difference_of_clocks_beyond_the_grain_is_a_warning(seconds: float, st
     assert only(clock.check_difference("etcd", seconds, 1.0)).state == state
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("2min 30s", 150.0), ("1min", 60.0), ("infinity", math.inf), ("1h 500ms", 3600.5)]
-)
-def test_times_as_systemd_writes_them(text: str, seconds: float) -> None:
-    assert service.span_seconds(text) == seconds
-    with pytest.raises(ValueError, match="not a time"):
-        service.span_seconds("soon")
-
-
 @pytest.mark.parametrize(("timeout", "state"), [(None, "ok"), (90.0, "error"), (150.0, "ok"), (math.inf, "ok")])
 def test_systemd_must_wait_for_longer_than_a_drain_may_take(timeout: float | None, state: str) -> None:
     found = only(service.check_stop_timeout("elasticd@job.service", timeout, 120.0))
