@@ -20,7 +20,10 @@ from elastic.rendezvous.overview import job_overview
 from tests.support.etcd import EtcdCluster, etcd_cluster
 from tests.support.job import wait_for
 
-pytestmark = pytest.mark.slow  # torch is imported by three processes, and a broken pair takes its time
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+]  # torch is imported by three processes, and a broken pair takes its time
 
 
 class Node:
@@ -54,7 +57,7 @@ class Node:
             assert self.process.poll() is None, self.log
             return self.log.partition("node rank ")[2][:1]
 
-        return wait_for(said, seconds=60, what=f"{self.name} has met the others")
+        return wait_for(said, seconds=150, what=f"{self.name} has met the others")
 
     def end(self, seconds: float = 60) -> tuple[int, list[dict[str, Any]]]:
         code = self.process.wait(seconds)
@@ -85,7 +88,7 @@ def test_every_pair_and_the_all_reduce_are_measured_and_every_node_says_the_same
     tmp_path: Path, cluster: EtcdCluster
 ) -> None:
     with started(tmp_path, cluster) as nodes:
-        ends = [node.end() for node in nodes]
+        ends = [node.end(150) for node in nodes]
         assert [code for code, _ in ends] == [0, 0, 0], [node.log for node in nodes]
     for _, findings in ends:
         pairs = {f["message"].partition(":")[0] for f in findings if f["check"] == "pair"}
@@ -105,12 +108,12 @@ def test_every_pair_and_the_all_reduce_are_measured_and_every_node_says_the_same
 def test_a_frozen_node_is_named_with_its_peers_and_ends_nobody_else(
     tmp_path: Path, cluster: EtcdCluster, frozen_rank: str
 ) -> None:
-    with started(tmp_path, cluster, "--preflight-timeout", "30") as nodes:
+    with started(tmp_path, cluster, "--preflight-timeout", "60") as nodes:
         frozen = next(node for node in nodes if node.rank() == frozen_rank)
         frozen.process.send_signal(signal.SIGSTOP)
         others = [node for node in nodes if node is not frozen]
         for node in others:
-            code, findings = node.end(90)
+            code, findings = node.end(150)
             errors = [f["message"] for f in findings if f["state"] == "error"]
             assert code == 1
             assert any(frozen.name in message and node.name in message for message in errors), (findings, node.log)
