@@ -79,9 +79,9 @@ class Worker:
     def _start_python(
         self, birth: Birth, environ: dict[str, str], take: Callable[[int, Birth], Child | None] | None
     ) -> subprocess.Popen[bytes]:
-        warm = take(self.plan.local_rank, birth) if take else None
-        child = warm or Child(dataclasses.replace(birth, environ={**birth.environ, **environ}))
-        self.was_warm = warm is not None
+        standby = take(self.plan.local_rank, birth) if take else None
+        child = standby or Child(dataclasses.replace(birth, environ={**birth.environ, **environ}))
+        self.was_warm = child.is_warm
         child.begin(environ=environ, stdout=self.plan.stdout, stderr=self.plan.stderr)
         return child.process
 

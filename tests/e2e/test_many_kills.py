@@ -14,7 +14,7 @@ import pytest
 from elastic.demo.ledger import audit, planned_steps, read_ledger
 from tests.support.job import Job, run_to_end, running, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 KILLS = 30
 SEED = 11
