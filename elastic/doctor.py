@@ -23,6 +23,7 @@ from elastic.checks.report import as_json, exit_code, print_text
 from elastic.config import JobConfig, load, settings_digest
 from elastic.errors import UsageError
 from elastic.flags import collect
+from elastic.systemctl import stop_timeout
 
 _CHECK_SECONDS = 20.0
 _USAGE = """elasticd doctor [JOB.toml | flags of elasticd run] [--json] [--preflight]
@@ -32,7 +33,7 @@ Is this node fit to train the job? Exit 0: no error, 1: an error, 2: wrong usage
 
   --json                  a list of {check, state, message, remedy}
   --preflight             measure the network too: run it on every node of the job at the same time
-  --preflight-timeout S   how long that may take, waiting for the others included (default: 120)"""
+  --preflight-timeout S   how long to wait for the others, and again for the measurement (default: 120)"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,9 @@ def checks(subject: Subject) -> dict[str, Check]:
         "time sync": lambda: clock.check_sync(clock.kernel_clock()),
     }
     if unit is not None:
-        made["unit"] = lambda: service.check_stop_timeout(unit, service.stop_timeout(unit), config.drain_grace_seconds)
+        made["unit"] = lambda: service.check_stop_timeout(
+            unit, stop_timeout(unit), max(config.drain_grace_seconds, config.shutdown_timeout_seconds)
+        )
     if subject.many:
         made["etcd"] = lambda: _etcd(subject)
     return made

@@ -8,15 +8,17 @@ outside the thread that measures.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,9 @@ from elastic.rendezvous.records import PREFLIGHT
 from elastic.rendezvous.torchrun import BACKEND, TorchrunHandler, create_handler
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Group = Any  # a ProcessGroupGloo or ProcessGroupNCCL, of whose collectives torch's stubs know nothing
 
 _LAST_CALL_SECONDS = 30.0  # people start it on their nodes by hand
 _PAIR_SECONDS = 10.0
@@ -56,17 +61,19 @@ def preflight(config: JobConfig, environ: MutableMapping[str, str], timeout_seco
         return
     environ.update(config.nccl)
     environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a broken pair is an error then, not the end of this process
-    deadline = time.monotonic() + timeout_seconds
     handler: TorchrunHandler | None = None
     try:
         handler = _handler(config, timeout_seconds)
         info = handler.next_rendezvous()
     except (RendezvousError, ElasticError) as exc:
-        yield error("preflight", f"the nodes did not meet: {exc}", "run the same command on every node, and see the "
-                    "lines above: a store that does not answer names its node")  # fmt: skip
+        why = (handler.trouble if handler is not None else "") or str(exc)
+        yield error("preflight", f"the nodes did not meet: {why}", "run the same command on every node at the same "
+                    "time; a store that does not answer is behind a broken pair")  # fmt: skip
     else:
         names = dict(enumerate(handler.node_ids))
-        yield from _bounded(_Mesh(store=info.store, rank=info.rank, names=names, seconds=timeout_seconds), deadline)
+        yield from _bounded(
+            _Mesh(store=info.store, rank=info.rank, names=names, seconds=timeout_seconds), timeout_seconds
+        )
     finally:
         if handler is not None:
             handler.shutdown()
@@ -86,23 +93,25 @@ def _handler(config: JobConfig, timeout_seconds: float) -> TorchrunHandler:
             lease_ttl=config.lease_ttl_seconds,
             last_call=min(_LAST_CALL_SECONDS, timeout_seconds / 3),
             join_timeout=timeout_seconds,
+            store_timeout=timeout_seconds / 4,
             **access,
         )
     )
 
 
-def _bounded(mesh: _Mesh, deadline: float) -> Iterator[Finding]:
-    """What the mesh finds until the deadline."""
+def _bounded(mesh: _Mesh, timeout_seconds: float) -> Iterator[Finding]:
+    """What the mesh finds within this time."""
     thread = threading.Thread(target=mesh.measure, name="doctor-preflight", daemon=True)
     thread.start()
-    thread.join(max(0.0, deadline - time.monotonic()))
+    thread.join(timeout_seconds)
     progress, me = mesh.progress, mesh.names[mesh.rank]
-    if thread.is_alive():  # calls to the store and to groups end in time as long as the store's host lives
-        message = (
-            f"{me} still waits for {progress.waits_for}, though --preflight-timeout is over: "
-            f"node {mesh.names[0]}, which holds the store, does not answer"
-        )
-        yield error("preflight", message, f"look at {mesh.names[0]}: is it frozen, or its network cut?")
+    if thread.is_alive():
+        message = f"{me} still waits for {progress.waits_for}, though --preflight-timeout is over"
+        remedy = "give it more time: each pair takes a second or more"
+        if mesh.rank != 0:  # calls to the store and to groups end in time as long as the store's host lives
+            message += f": node {mesh.names[0]}, which holds the store, does not answer"
+            remedy = f"look at {mesh.names[0]}: is it frozen, or its network cut?"
+        yield error("preflight", message, remedy)
     elif progress.failure:
         message = f"{me} stopped while it waited for {progress.waits_for}: {progress.failure}"
         yield error("preflight", message, "look at that node, and run it again on all")
@@ -118,7 +127,7 @@ class _Mesh:
         self.rank = rank
         self.names = names
         self.progress = _Progress()
-        self._store = store
+        self._store: Any = store  # a TCPStore, whose `clone` is not in torch's stubs either
         self._pair_seconds = min(_PAIR_SECONDS, seconds / 6)
         self._silent: set[int] = set()  # nodes that were not there at the end of a round
         on_gpu = torch.cuda.is_available() and dist.is_nccl_available()
@@ -153,25 +162,21 @@ class _Mesh:
         if is_silent:
             return Pair(left=left, right=right, failure="not measured: one of them had stopped to answer")
         try:
-            with self._group(f"{left}-{right}", [left, right]):
-                pings = [self._seconds(torch.ones(1, device=self._device)) for _ in range(_PINGS)]
-                seconds = self._transfer_seconds()
+            pings, seconds = self._bounded(lambda: self._transfers(f"{left}-{right}", [left, right]))
         except RuntimeError as exc:
             return Pair(left=left, right=right, failure=_first_line(exc))
         return Pair(
             left=left,
             right=right,
             bytes_per_second=_BYTES[self._backend] / seconds,  # each way: an all-reduce of two sends the buffer once
-            round_trip_seconds=statistics.median(pings),
+            round_trip_seconds=pings,
         )
 
     def _all_reduce(self) -> Finding:
         count = len(self.names)
         self.progress.waits_for = "all nodes, in the all-reduce"
         try:
-            with self._group("all", list(self.names)):
-                self._seconds(torch.ones(1, device=self._device))
-                seconds = self._transfer_seconds()
+            _, seconds = self._bounded(lambda: self._transfers("all", list(self.names)))
         except RuntimeError as exc:
             remedy = "every pair works alone: look for a limit on connections, or a node that is overloaded"
             return error("all-reduce", f"over {count} nodes ({self._backend}): {_first_line(exc)}", remedy)
@@ -180,32 +185,48 @@ class _Mesh:
         shown = f"{size >> 20} MiB over {count} nodes ({self._backend}) in {seconds * 1000:.1f} ms"
         return ok("all-reduce", f"{shown}, bus bandwidth {bus / 1e9:.2f} GB/s")
 
-    def _transfer_seconds(self) -> float:
-        """Of one all-reduce of the large buffer, the fastest of a few; the first one makes connections."""
-        buffer = torch.ones(_BYTES[self._backend] // 4, device=self._device)
-        return min([self._seconds(buffer) for _ in range(1 + _REPEATS)][1:])
+    def _bounded(self, act: Callable[[], T]) -> T:
+        """gloo's listening end waits on for a peer that cannot connect: it is left behind when its time is over."""
+        outcome: Future[T] = Future()
 
-    def _seconds(self, buffer: torch.Tensor) -> float:
+        def run() -> None:
+            try:
+                outcome.set_result(act())
+            except Exception as exc:  # noqa: BLE001 - top of a thread; raised again by result()
+                outcome.set_exception(exc)
+
+        threading.Thread(target=run, name="doctor-pair", daemon=True).start()
+        try:
+            return outcome.result(self._pair_seconds)
+        except FutureTimeoutError as exc:
+            raise RuntimeError(f"no connection, or no transfer, within {self._pair_seconds:g} s") from exc
+
+    def _transfers(self, name: str, ranks: list[int]) -> tuple[float, float]:
+        """Median seconds of a tiny all-reduce of these nodes, and those of the large one: the fastest of a few."""
+        group = self._group(name, ranks)
+        pings = [self._seconds(group, torch.ones(1, device=self._device)) for _ in range(_PINGS)]
+        buffer = torch.ones(_BYTES[self._backend] // 4, device=self._device)
+        self._seconds(group, buffer)  # makes what connections and buffers it needs
+        return statistics.median(pings), min(self._seconds(group, buffer) for _ in range(_REPEATS))
+
+    def _seconds(self, group: Group, buffer: torch.Tensor) -> float:
         began = time.monotonic()
-        dist.all_reduce(buffer)
+        group.allreduce([buffer]).wait()
         if buffer.is_cuda:
             torch.cuda.synchronize(buffer.device)
         return time.monotonic() - began
 
-    @contextlib.contextmanager
-    def _group(self, name: str, ranks: list[int]) -> Iterator[None]:
-        """A process group of these nodes for the time of a `with`."""
-        dist.init_process_group(
-            self._backend,
-            store=PrefixStore(f"group/{name}", self._store),
-            rank=ranks.index(self.rank),
-            world_size=len(ranks),
-            timeout=timedelta(seconds=self._pair_seconds),
-        )
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
+    def _group(self, name: str, ranks: list[int]) -> Group:
+        """A process group that torch's own bookkeeping does not know: it counts groups, and after one that has failed
+        two nodes would count differently and look for each other under different keys."""
+        store = PrefixStore(f"group/{name}", self._store.clone())  # one client is one lock, and its waits may be long
+        timeout = timedelta(seconds=self._pair_seconds)
+        rank, size = ranks.index(self.rank), len(ranks)
+        if self._backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return dist.ProcessGroupNCCL(store, rank, size, options)
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def _collect(self) -> None:
         """What the others have found. A pair of which neither end has told is broken."""

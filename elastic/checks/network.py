@@ -16,7 +16,8 @@ from pathlib import Path
 from elastic.checks.finding import Finding, Host, error, ok, warning
 from elastic.metrics.access import exposure
 
-_SIOCGIFADDR = 0x8915
+_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFMTU = 0x8913, 0x8915, 0x8921
+_UP_AND_RUNNING = 0x41
 _SLOW_LOOKUP_SECONDS = 0.5
 _LEAST_PORTS = 8000
 
@@ -38,17 +39,17 @@ class Interface:
 
 
 def interfaces(host: Host) -> list[Interface]:
-    """Those that the kernel shows to this process."""
+    """Those of this process's network namespace; /sys may show another one's, so it is asked for the speed alone."""
     found = []
     for _, name in socket.if_nameindex():
-        folder = host.sys / "class/net" / name
+        flags, mtu = (_ask(name, request) for request in (_SIOCGIFFLAGS, _SIOCGIFMTU))
         found.append(
             Interface(
                 name=name,
                 addresses=(*_ipv4(name), *_ipv6(host, name)),
-                is_up=_text(folder / "operstate") in ("up", "unknown"),  # loopback and tunnels do not know
-                mtu=int(_text(folder / "mtu") or 0),
-                megabits=int(_text(folder / "speed") or 0),
+                is_up=flags is not None and struct.unpack("H", flags[:2])[0] & _UP_AND_RUNNING == _UP_AND_RUNNING,
+                mtu=struct.unpack("i", mtu[:4])[0] if mtu is not None else 0,
+                megabits=int(_text(host.sys / "class/net" / name / "speed") or 0),
             )
         )
     return found
@@ -203,12 +204,17 @@ def _is_loopback(address: str) -> bool:
 
 def _ipv4(name: str) -> tuple[str, ...]:
     """Its first IPv4 address: what the kernel tells without netlink."""
+    answer = _ask(name, _SIOCGIFADDR)
+    return (socket.inet_ntoa(answer[4:8]),) if answer is not None else ()
+
+
+def _ask(name: str, request: int) -> bytes | None:
+    """What an ioctl puts behind the interface's name; None where it has no such thing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            return fcntl.ioctl(probe, request, struct.pack("256s", name.encode()[:15]))[16:]
         except OSError:
-            return ()
-    return (socket.inet_ntoa(answer[20:24]),)
+            return None
 
 
 def _ipv6(host: Host, name: str) -> tuple[str, ...]:

@@ -80,17 +80,33 @@ def create_handler(params: RendezvousParameters) -> TorchrunHandler:
         ),
         join_timeout_seconds=join_timeout,
     )
-    return TorchrunHandler(member, run_id=params.run_id, addr=addr, timeout_seconds=join_timeout)
+    return TorchrunHandler(
+        member,
+        run_id=params.run_id,
+        addr=addr,
+        timeout_seconds=join_timeout,
+        store_seconds=float(conf.get("store_timeout", _STORE_SECONDS)),
+    )
 
 
 class TorchrunHandler(RendezvousHandler):
     """Blocks in `next_rendezvous` only; all else is answered from memory and never raises."""
 
-    def __init__(self, membership: Membership, *, run_id: str, addr: str, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        *,
+        run_id: str,
+        addr: str,
+        timeout_seconds: float,
+        store_seconds: float = _STORE_SECONDS,
+    ) -> None:
+        self.trouble = ""  # why this node could not enter the last round that had it
         self._membership = membership
         self._run_id = run_id
         self._addr = addr
         self._timeout_seconds = timeout_seconds
+        self._store_timeout = timedelta(seconds=store_seconds)
         self._changed = threading.Event()
         self._is_open = False
         self._number = 0  # the round whose workers this agent was told to start
@@ -168,9 +184,7 @@ class TorchrunHandler(RendezvousHandler):
 
     def _join(self) -> None:
         """A fresh server for each round: an old one would hand the last round's keys to the new workers."""
-        self._server = TCPStore(
-            self._addr, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_STORE_SECONDS)
-        )
+        self._server = TCPStore(self._addr, 0, is_master=True, wait_for_workers=False, timeout=self._store_timeout)
         self._membership.join(after=self._number, store_port=self._server.port)
 
     def _enter(self, view: View) -> RendezvousInfo | None:
@@ -201,12 +215,11 @@ class TorchrunHandler(RendezvousHandler):
         if current is None or current.store_host == view.node_id:
             return self._server
         try:
-            return TCPStore(
-                view.store_addr, view.store_port, is_master=False, timeout=timedelta(seconds=_STORE_SECONDS)
-            )
+            return TCPStore(view.store_addr, view.store_port, is_master=False, timeout=self._store_timeout)
         except DistError as exc:
-            logger.warning("round %d: its store does not answer: %s", current.number, exc)
-            self._break(f"the store of node {current.store_host} does not answer")
+            self.trouble = f"the store of node {current.store_host} does not answer node {view.node_id}"
+            logger.warning("round %d: %s: %s", current.number, self.trouble, exc)
+            self._break(self.trouble)
             return None
 
     def _raise_end(self, view: View) -> None:

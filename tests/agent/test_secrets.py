@@ -11,7 +11,7 @@ from tests.support.job import Job, running, wait_for, write
 
 PASSWORD, TOKEN = "pass-of-etcd-2718", "token-of-http-3141"
 SETTINGS = """
-http = "127.0.0.1:0"
+http = "0.0.0.0:0"
 http_token_file = "token"
 lease_ttl = 2
 log_dir = "logs"
@@ -38,8 +38,11 @@ def environ_of(pid: int) -> bytes:
 
 def asked(job: Job, path: str) -> str:
     """Over TCP, with the token."""
-    port = int(job.output.partition("http://127.0.0.1:")[2].partition("/")[0])
+    port = int(job.output.partition("http://0.0.0.0:")[2].partition("/")[0])
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", path)
+    refused = connection.getresponse()
+    assert (refused.status, refused.read().count(b"Bearer")) == (401, 1)
     connection.request("GET", path, headers={"Authorization": f"Bearer {TOKEN}"})
     response = connection.getresponse()
     text = response.read().decode()
@@ -70,6 +73,7 @@ def test_no_secret_is_in_command_lines_environments_logs_or_status_and_files_are
             if pid in workers:
                 assert {"NCCL_ALGO=Ring", "NCCL_IB_DISABLE=1"} <= set(given.split("\0"))
         assert status["nccl"] == {"NCCL_ALGO": "Ring", "NCCL_IB_DISABLE": "1"}
+        assert "--http on 0.0.0.0: the token crosses the network unencrypted" in job.output
         assert "NCCL: NCCL_ALGO=Ring, NCCL_IB_DISABLE=1" in job.output
         open_to_others = [
             f"{path} {path.stat().st_mode & 0o777:o}"

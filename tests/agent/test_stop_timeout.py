@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.stop_timeout import own_unit, parse_timespan, warn_if_short
+from elastic.agent.stop_timeout import own_unit, warn_if_short
 from elastic.config import JobConfig
+from elastic.systemctl import parse_timespan, stop_timeout
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_a_stop_timeout_that_is_not_above_the_grace_is_warned_of_with_both_value
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, told: str, warns: bool
 ) -> None:
     systemctl = tmp_path / "systemctl"
-    systemctl.write_text(f"#!/bin/sh\necho '{told}'\n")
+    systemctl.write_text(f"#!/bin/sh\necho LoadState=loaded\necho 'TimeoutStopUSec={told}'\n")
     systemctl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     warn_if_short(JobConfig(script="x", drain_grace_seconds=120.0), "elasticd@j.service")
@@ -49,3 +50,12 @@ def test_a_stop_timeout_that_is_not_above_the_grace_is_warned_of_with_both_value
     if warns:
         assert "--drain-grace 120 s" in caplog.text
         assert "TimeoutStopSec=" in caplog.text
+
+
+def test_a_unit_that_systemd_does_not_know_has_no_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert stop_timeout("elasticd@j.service") is None, "no systemctl"
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text("#!/bin/sh\necho LoadState=not-found\necho 'TimeoutStopUSec=1min 30s'\n")
+    systemctl.chmod(0o755)
+    assert stop_timeout("elasticd@j.service") is None

@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,23 @@ def test_settings_that_run_would_refuse_are_refused_by_name() -> None:
         doctor("--lease-ttl", "1")
     with pytest.raises(UsageError, match="no-such"):
         doctor("--no-such-flag")
+
+
+def test_the_command_prints_lines_for_people_and_its_exit_code_says_whether_there_is_an_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "elastic", "doctor"]
+    helped = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    assert (helped.returncode, "--preflight-timeout" in helped.stdout) == (0, True)
+    (tmp_path / "token").write_text("word")
+    (tmp_path / "token").chmod(0o600)
+    flags = ["--http", "203.0.113.1:1", "--http-token-file", str(tmp_path / "token")]
+    done = subprocess.run([*command, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    (wrong,) = [number for number, line in enumerate(lines) if line.startswith("error")]
+    assert "203.0.113.1:1 cannot be served" in lines[wrong]
+    assert "-> give --http" in lines[wrong + 1]
+    assert lines[-1].startswith("this node is not fit to train: ")
+    assert "\x1b" not in done.stdout
 
 
 def test_etcd_with_tls_and_a_role_for_the_job_alone(tmp_path: Path) -> None:

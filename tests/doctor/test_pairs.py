@@ -39,7 +39,7 @@ def test_a_slow_pair_is_a_warning_that_names_both_nodes() -> None:
     bad = [f for f in judge(mesh(_1_2={"bytes_per_second": 2e8}), NAMES) if f.state != "ok"]
     assert [f.state for f in bad] == ["warning"]
     assert "n1 - n2: 0.20 GB/s" in bad[0].message
-    assert "the median of all pairs is 1.00 GB/s" in bad[0].message
+    assert "the better quarter of the pairs reaches 1.00 GB/s" in bad[0].message
 
 
 def test_a_broken_pair_is_an_error_that_names_both_nodes() -> None:
@@ -53,6 +53,23 @@ def test_a_node_that_is_in_every_bad_pair_is_blamed(how: dict[str, Any]) -> None
     blamed = [f for f in found if f.check == "node"]
     assert len(blamed) == 1
     assert "node n2" in blamed[0].message
+
+
+def test_one_slow_node_of_three_is_blamed() -> None:
+    rates = {(0, 1): 1e9, (0, 2): 1e8, (1, 2): 1e8}
+    pairs = [Pair(left=left, right=right, bytes_per_second=rate) for (left, right), rate in rates.items()]
+    found = list(judge(pairs, {0: "n0", 1: "n1", 2: "n2"}))
+    assert [finding.state for finding in found] == ["warning", "warning", "warning", "ok"]
+    assert "every pair is slow of node n2" in found[2].message
+
+
+def test_many_pairs_are_summed_up_and_the_bad_ones_are_still_named() -> None:
+    names = {rank: f"n{rank}" for rank in range(16)}
+    pairs = [Pair(left=a, right=b, bytes_per_second=1e9) for a, b in itertools.combinations(names, 2)]
+    pairs[7] = Pair(left=pairs[7].left, right=pairs[7].right, bytes_per_second=1e8)
+    found = list(judge(pairs, names))
+    assert [(f.check, f.state) for f in found] == [("pair", "warning"), ("pairs", "ok")]
+    assert "120 pairs measured, 1 slow" in found[1].message
 
 
 def test_nobody_is_blamed_where_nothing_works() -> None:
