@@ -47,7 +47,7 @@ class JsonFormatter(logging.Formatter):
 
 def log_as_json(*, run_id: str, node_id: str) -> None:
     """From now on the handlers of our loggers write JSON."""
-    for name in LOGGERS:
-        for handler in logging.getLogger(name).handlers:
-            is_journal = isinstance(handler.formatter, JournalFormatter)
-            handler.setFormatter(JsonFormatter(run_id=run_id, node_id=node_id, is_journal=is_journal))
+    handlers = {handler for name in LOGGERS for handler in logging.getLogger(name).handlers}  # they share one
+    for handler in handlers:
+        is_journal = isinstance(handler.formatter, JournalFormatter)
+        handler.setFormatter(JsonFormatter(run_id=run_id, node_id=node_id, is_journal=is_journal))
