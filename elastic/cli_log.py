@@ -42,5 +42,10 @@ class JournalFormatter(logging.Formatter):
     """Each line with its priority, also those of a traceback; the journal knows the time itself."""
 
     def format(self, record: logging.LogRecord) -> str:
-        priority = next(number for level, number in _PRIORITIES if record.levelno >= level)
-        return "\n".join(f"<{priority}>{line}" for line in super().format(record).splitlines())
+        prefix = priority(record)
+        return "\n".join(f"{prefix}{line}" for line in super().format(record).splitlines())
+
+
+def priority(record: logging.LogRecord) -> str:
+    """What the journal takes from the beginning of a line."""
+    return f"<{next(number for level, number in _PRIORITIES if record.levelno >= level)}>"
