@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from elastic.cli_table import table
 from tests.systemd.hosts import Host, what_is_missing
-from tests.systemd.lab import TTL, UNIT, Lab, lab
+from tests.systemd.lab import TTL, Lab, lab
 
 INTERVAL_SECONDS = 15.0
 KINDS = ("worker killed", "agent killed", "agent frozen", "network cut", "etcd down", "disk full")
