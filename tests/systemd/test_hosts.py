@@ -243,5 +243,4 @@ def test_after_all_of_it_every_sample_was_used_once_in_its_step(job: Lab) -> Non
     for host in job.hosts:
         assert job.leftovers(host) == ""
         host.run(str(ELASTICD), "uninstall", "lab")
-        assert "ExecStart=/usr/bin/elasticd run" in host.run("systemctl", "cat", UNIT).stdout.splitlines()
-        assert str(ELASTICD) not in host.run("systemctl", "cat", UNIT).stdout
+        assert str(ELASTICD) not in host.run("systemctl", "cat", UNIT, check=False).stdout
