@@ -78,7 +78,7 @@ class Profiles:
         )
 
     def _new_name(self, round_number: int) -> str:
-        """No two have the same, also when they are asked for in the same second: their files would be taken for ours."""
+        """No two have the same, even if asked for in the same second: their files would be taken for each other's."""
         name = base = f"profile-{time.strftime('%Y%m%d-%H%M%S')}-round{round_number}"
         while name in self._names:
             name = f"{base}-{len(self._names)}"
