@@ -8,7 +8,7 @@ import logging
 import re
 from typing import Any
 
-from elastic.cli_log import JournalFormatter, priority
+from elastic.journal import JournalFormatter, priority
 
 LOGGERS = ("elastic", "checkpoints")
 # How our lines name things (style: "round 3: rank 1 ...", "run=x round=3 rank=1 step=7 ..."); the first line counts.

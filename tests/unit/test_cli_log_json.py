@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from elastic.cli import main
-from elastic.cli_log import JournalFormatter
 from elastic.cli_log_json import LOGGERS, JsonFormatter, log_as_json
+from elastic.journal import JournalFormatter
 from tests.support.job import write
 
 
