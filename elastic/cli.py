@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elastic import __version__
-from elastic.cli_log import log_to_stderr
 from elastic.errors import ElasticError, ExitCode, UsageError
+from elastic.journal import log_to_stderr
 
 _INTERRUPTED = 130
 _USAGE = """elasticd COMMAND [options]

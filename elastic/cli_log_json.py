@@ -8,17 +8,23 @@ import logging
 import re
 from typing import Any
 
+from elastic.journal import JournalFormatter, priority
+
 LOGGERS = ("elastic", "checkpoints")
 # How our lines name things (style: "round 3: rank 1 ...", "run=x round=3 rank=1 step=7 ..."); the first line counts.
 _NAMED = {key: re.compile(rf"\b{key}[ =](\d+)\b") for key in ("round", "rank", "step")}
 
 
 class JsonFormatter(logging.Formatter):
-    """`run_id` and `node_id` are on every line; round, rank and step where the message names them."""
+    """`run_id` and `node_id` are on every line; round, rank and step where the message names them.
 
-    def __init__(self, *, run_id: str, node_id: str) -> None:
+    `is_journal`: with the priority in front, which the journal takes off again.
+    """
+
+    def __init__(self, *, run_id: str, node_id: str, is_journal: bool = False) -> None:
         super().__init__()
         self._ids = {"run_id": run_id, "node_id": node_id}
+        self._is_journal = is_journal
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
@@ -36,12 +42,12 @@ class JsonFormatter(logging.Formatter):
                 line[key] = int(found[1])
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        return (priority(record) if self._is_journal else "") + json.dumps(line, ensure_ascii=False)
 
 
 def log_as_json(*, run_id: str, node_id: str) -> None:
     """From now on the handlers of our loggers write JSON."""
-    formatter = JsonFormatter(run_id=run_id, node_id=node_id)
-    for name in LOGGERS:
-        for handler in logging.getLogger(name).handlers:
-            handler.setFormatter(formatter)
+    handlers = {handler for name in LOGGERS for handler in logging.getLogger(name).handlers}  # they share one
+    for handler in handlers:
+        is_journal = isinstance(handler.formatter, JournalFormatter)
+        handler.setFormatter(JsonFormatter(run_id=run_id, node_id=node_id, is_journal=is_journal))

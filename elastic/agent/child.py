@@ -53,6 +53,7 @@ class Child:
     def __init__(self, birth: Birth, *, preload: tuple[str, ...] | None = None) -> None:
         """`preload` makes it a standby: what it imports ahead besides torch. Raises: OSError."""
         self.birth = birth
+        self.is_warm = False  # it has said so
         self._channel, theirs = socket.socketpair()
         command = birth.command
         shown = command.shown if preload is None else [_placeholder(command)]

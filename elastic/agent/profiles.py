@@ -36,6 +36,7 @@ class Profiles:
     def __init__(self, *, crew: Crew, mailbox: Mailbox, log_dir: str | None) -> None:
         self._crew, self._mailbox, self._log_dir = crew, mailbox, log_dir
         self._last: _Asked | None = None
+        self._names: set[str] = set()
 
     def answer(self, ask: Ask) -> Answer:
         """POST /profile?steps=N&out=DIR: what was ordered, as JSON, or in one line why nothing was."""
@@ -64,8 +65,7 @@ class Profiles:
         if self._is_under_way():
             return _refusal(409, "a profile is under way: ask again once it is written")
         ranks = tuple(worker.plan.rank for worker in workers)
-        name = f"profile-{time.strftime('%Y%m%d-%H%M%S')}-round{round_number}"
-        order = ProfileOrder(name=name, folder=str(folder), steps=steps, asked=len(ranks))
+        order = ProfileOrder(name=self._new_name(round_number), folder=str(folder), steps=steps, asked=len(ranks))
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for worker in workers:
@@ -76,6 +76,14 @@ class Profiles:
         return Answer(
             200, json_line({"order": order.to_json(), "round": round_number, "ranks": ranks}), "application/json"
         )
+
+    def _new_name(self, round_number: int) -> str:
+        """No two have the same, even if asked for in the same second: their files would be taken for each other's."""
+        name = base = f"profile-{time.strftime('%Y%m%d-%H%M%S')}-round{round_number}"
+        while name in self._names:
+            name = f"{base}-{len(self._names)}"
+        self._names.add(name)
+        return name
 
     def _is_under_way(self) -> bool:
         last = self._last

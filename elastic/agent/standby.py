@@ -258,30 +258,44 @@ def _drop_our_frames(failure: BaseException) -> None:
     failure.__traceback__ = trace
 
 
-def receive(channel: int) -> dict[str, Any] | None:
-    """The next message; None when the agent has closed its end, which means that no worker is needed any more."""
-    text = b""
-    while not text.endswith(b"\n"):
-        chunk = os.read(channel, 65536)
-        if not chunk:
-            return None
-        text += chunk
-    message: dict[str, Any] = json.loads(text)
-    return message
+class Channel:
+    """The agent's messages, a line of JSON each; a second one may lie behind the first."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._unread = b""
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next message; None when the agent has closed its end: no worker is needed any more."""
+        while b"\n" not in self._unread:
+            try:
+                chunk = os.read(self._descriptor, 65536)
+            except ConnectionResetError:  # it went before it had read what we said
+                return None
+            if not chunk:
+                return None
+            self._unread += chunk
+        text, _, self._unread = self._unread.partition(b"\n")
+        message: dict[str, Any] = json.loads(text)
+        return message
+
+    def say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # it may have started us meanwhile, and listens no more
+            os.write(self._descriptor, text.encode() + b"\n")
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
 
-def wait_warm(channel: int, message: dict[str, Any]) -> dict[str, Any] | None:
-    """Warm up, say so, and return the start message when it comes."""
+def wait_warm(channel: Channel, message: dict[str, Any]) -> dict[str, Any] | None:
+    """Warm up, say so, and return the start message when it comes, or has come meanwhile."""
     spec: Any = importlib.util.spec_from_file_location("warm_up", os.path.join(os.path.dirname(__file__), "warm_up.py"))  # noqa: PTH118, PTH120
     warmth = importlib.util.module_from_spec(spec)  # not in sys.modules, where a user's module may have that name
     spec.loader.exec_module(warmth)
     with warmth.silence():
         failed = warmth.warm_up(folder_of(message["kind"], message["target"]), message["preload"])
-    try:
-        os.write(channel, json.dumps(failed).encode() + b"\n")
-    except OSError:  # the agent has gone
-        return None
-    start = receive(channel)
+    channel.say(json.dumps(failed))
+    start = channel.receive()
     if start is not None:
         warmth.show_as(start["shown"])
     return start
@@ -290,14 +304,14 @@ def wait_warm(channel: int, message: dict[str, Any]) -> dict[str, Any] | None:
 def main() -> NoReturn:
     """Wait for the start message, warm if told to."""
     del sys.path[0]  # this file's folder, which is nothing the user's program should see
-    channel = int(sys.argv[1])
-    os.set_inheritable(channel, False)
-    message = receive(channel)
+    os.set_inheritable(int(sys.argv[1]), False)
+    channel = Channel(int(sys.argv[1]))
+    message = channel.receive()
     if message is not None and "preload" in message:
         message = wait_warm(channel, message)
     if message is None:
         os._exit(0)
-    os.close(channel)
+    channel.close()
     run(message)
 
 

@@ -1,6 +1,6 @@
 """The pool of warm standbys: one process per local rank that has imported all that a worker needs, and waits.
 
-Owns when one is started, replaced and given away; what it does is in `standby.py`. None ready is never a failure: the
+Owns when one is started, replaced and given away; what it does is in `standby.py`. None there is never a failure: the
 worker then starts cold.
 """
 
@@ -25,7 +25,6 @@ _LONGEST_PAUSE_SECONDS = 60.0
 class _Standby:
     child: Child
     deadline: float  # CLOCK_MONOTONIC: warm by then, or replaced
-    ready: bool = False
 
 
 class Standbys:
@@ -47,23 +46,27 @@ class Standbys:
     @property
     def warm(self) -> frozenset[int]:
         """Their pids: those that have said so."""
-        return frozenset(standby.child.pid for standby in self._all.values() if standby.ready)
+        return frozenset(standby.child.pid for standby in self._all.values() if standby.child.is_warm)
 
     @property
     def warm_ranks(self) -> frozenset[int]:
         """The local ranks that they wait for."""
-        return frozenset(local_rank for local_rank, standby in self._all.items() if standby.ready)
+        return frozenset(local_rank for local_rank, standby in self._all.items() if standby.child.is_warm)
 
     def are_ready(self, births: Mapping[int, Birth]) -> bool:
         """Whether each of these could be started warm now, or there is no hope of that soon."""
         return self._failures > 0 or all(
-            local_rank in self._all and self._all[local_rank].ready for local_rank in births
+            local_rank in self._all and self._all[local_rank].child.is_warm for local_rank in births
         )
 
     def take(self, local_rank: int, birth: Birth) -> Child | None:
-        """A warm process for this worker, which is a standby no longer; None: there is none that would do."""
+        """A process for this worker, which is a standby no longer; None: there is none that would do.
+
+        One that is still warming up goes on with it and starts then: sooner than a cold one, which would compete with
+        it. Not with preload modules: nobody knows how long they take, and whether they come to an end.
+        """
         standby = self._all.get(local_rank)
-        if standby is None or not standby.ready or standby.child.birth != birth:
+        if standby is None or standby.child.birth != birth or (self._preload and not standby.child.is_warm):
             return None
         if not standby.child.is_waiting:
             self._drop(local_rank, "is stopped or gone")
@@ -80,7 +83,7 @@ class Standbys:
         if now - self._looked_at >= _LOOK_SECONDS:
             self._looked_at = now
             self._look(births, now)
-        if now < self._not_before or not all(standby.ready for standby in self._all.values()):
+        if now < self._not_before or not all(standby.child.is_warm for standby in self._all.values()):
             return
         for local_rank, birth in births.items():
             if local_rank not in self._all:
@@ -105,9 +108,9 @@ class Standbys:
         for local_rank, standby in list(self._all.items()):
             if births.get(local_rank) != standby.child.birth:
                 self._forget(local_rank).child.end()
-            elif not standby.ready and now >= standby.deadline:
+            elif not standby.child.is_warm and now >= standby.deadline:
                 self._drop(local_rank, f"was not warm after {_WARM_SECONDS:.0f} s")
-            elif standby.ready and not standby.child.is_waiting:
+            elif standby.child.is_warm and not standby.child.is_waiting:
                 self._drop(local_rank, "is stopped or gone")
 
     def _start(self, local_rank: int, birth: Birth, now: float) -> None:
@@ -125,7 +128,7 @@ class Standbys:
             self._forget(local_rank).child.end()
             self._fail(local_rank, f"ended with {standby.child.process.returncode}")
             return
-        standby.ready, self._failures = True, 0
+        standby.child.is_warm, self._failures = True, 0
         logger.info("the standby of local rank %d (pid %d) is warm", local_rank, standby.child.pid)
         for name, error in failed.items():
             if name not in self._complained:

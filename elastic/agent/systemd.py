@@ -58,6 +58,8 @@ class Notifier:
             self.state(READY="1")
         self.state(STOPPING="1")
         self._wait_for(_LAST_PATIENCE_SECONDS)
+        if self.watchdog_seconds:  # there are no more passes to be fed by
+            self._send(f"WATCHDOG_USEC={_LAST_PATIENCE_SECONDS * 1e6:.0f}\nWATCHDOG=1")
 
     def state(self, **fields: str) -> None:
         """Tell what changed, for instance `state(READY="1", STATUS="round 3, 8 ranks")`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import logging
 import os
 import shutil
@@ -24,6 +25,7 @@ from elastic.timings import NO_TIMINGS, Timings
 logger = logging.getLogger(__name__)
 
 _PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +79,9 @@ class Worker:
     def _start_python(
         self, birth: Birth, environ: dict[str, str], take: Callable[[int, Birth], Child | None] | None
     ) -> subprocess.Popen[bytes]:
-        warm = take(self.plan.local_rank, birth) if take else None
-        child = warm or Child(dataclasses.replace(birth, environ={**birth.environ, **environ}))
-        self.was_warm = warm is not None
+        standby = take(self.plan.local_rank, birth) if take else None
+        child = standby or Child(dataclasses.replace(birth, environ={**birth.environ, **environ}))
+        self.was_warm = child.is_warm
         child.begin(environ=environ, stdout=self.plan.stdout, stderr=self.plan.stderr)
         return child.process
 
@@ -152,7 +154,7 @@ class Worker:
         for pid in _group(self.pid):
             if _catches(pid, SIGQUIT):  # one without a handler would dump core instead
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, SIGQUIT)
+                    _kill_main_thread(pid, SIGQUIT)
                     os.kill(pid, SIGCONT)
 
     def request_drain(self) -> None:
@@ -243,7 +245,7 @@ class Workers:
 
 def adopt_orphans() -> None:
     """Make this process the parent of whatever its workers leave behind (PR_SET_CHILD_SUBREAPER)."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+    if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         logger.warning("cannot adopt orphans: a worker's detached children may outlive it")
 
 
@@ -254,6 +256,20 @@ def reap_orphans(known: frozenset[int]) -> None:
             if int(pid) not in known:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(int(pid), os.WNOHANG)
+
+
+def _kill_main_thread(pid: int, number: Signals) -> None:
+    """So that this thread, and no other, runs the handler: in a stopped process it would otherwise run on meanwhile.
+
+    Raises: ProcessLookupError.
+    """
+    try:
+        tgkill = _LIBC.tgkill
+    except AttributeError:  # a C library without it
+        os.kill(pid, number)
+        return
+    if tgkill(pid, pid, number) and ctypes.get_errno() == errno.ESRCH:
+        raise ProcessLookupError(pid)
 
 
 def _catches(pid: int, number: Signals) -> bool:

@@ -25,6 +25,7 @@ from elastic.demo.records import LineFile, ledger_record, parameter_digest, writ
 from elastic.demo.slow_storage import SlowStorage
 from elastic.demo.text import default_text, read_text
 from elastic.errors import ElasticError, UsageError
+from elastic.journal import stderr_handler
 from elastic.training.trainer import AppliedStep, Task, Trainer, TrainerConfig
 from elastic.training.trainer_config import Device, Precision, StartMethod
 
@@ -190,7 +191,7 @@ def _not_negative(text: str) -> float:
 
 def _run() -> int:
     """As a program: log, and without an agent that would want the traceback, say errors in one line."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, handlers=[stderr_handler()])
     try:
         return main(sys.argv[1:])
     except ElasticError as error:

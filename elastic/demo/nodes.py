@@ -89,7 +89,7 @@ class NodesDemo:
 
         victim = min(status.nodes, key=lambda node: node.node_rank).node_id  # it holds the round's store
         status = yield from self._change(Kind.LOST, victim, lambda: fleet.kill(victim), status, world_size=less)
-        status = yield from self._trained(status)
+        status = yield from self._trained(status, warm=False)  # it takes its time to get ready, while the others train
         status = yield from self._change(Kind.JOINED, victim, lambda: fleet.start(victim), status, world_size=whole)
         status = yield from self._trained(status)
         others = [node for node in status.nodes if node.node_id != victim]
@@ -114,10 +114,10 @@ class NodesDemo:
         )
         return status
 
-    def _trained(self, status: JobStatus) -> Generator[None, JobStatus, JobStatus]:
-        """Wait until some more steps are done and the next change may be made."""
+    def _trained(self, status: JobStatus, *, warm: bool = True) -> Generator[None, JobStatus, JobStatus]:
+        """Wait until some more steps are done and, where that is wanted, standbys are warm."""
         wanted = _step(status) + _STEPS_BETWEEN
-        while not self._is_time(status, wanted):
+        while not (self._is_time(status, wanted) if warm else _step(status) >= wanted):
             status = yield
         return status
 

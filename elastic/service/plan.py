@@ -69,6 +69,8 @@ def job_name(path: Path) -> str:
         raise UsageError(
             f"job file {path}: its name becomes that of the service; call it NAME.toml, with letters, digits, _ . and -"
         )
+    if name == "etcd":
+        raise UsageError(f"job file {path}: {JOBS}/etcd.env is for elasticd-etcd.service; give the job another name")
     return name
 
 

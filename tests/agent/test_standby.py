@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import shutil
 import signal
 import time
@@ -115,12 +116,13 @@ def test_who_is_not_ready_or_stopped_or_dead_or_another_is_not_taken_but_replace
 ) -> None:
     monkeypatch.setattr(standbys, "_LOOK_SECONDS", 0.0)
     write(tmp_path, "script.py", "")
+    write(tmp_path, "quick.py", "")
     mine = birth(tmp_path)
-    pool = Standbys(mailbox, ())
+    pool = Standbys(mailbox, ("quick",))
     try:
         assert pool.take(0, mine) is None
         pool.tend({0: mine})
-        assert pool.take(0, mine) is None, "it does not wait for one that is warming up"
+        assert pool.take(0, mine) is None, "nobody knows how long what is to be preloaded takes"
         hear(pool, mailbox, {0: mine})
         assert pool.take(0, birth(tmp_path, "another")) is None
         (first,) = pool.pids
@@ -146,6 +148,25 @@ def test_who_is_not_ready_or_stopped_or_dead_or_another_is_not_taken_but_replace
     finally:
         pool.close()
     assert pool.pids == frozenset()
+
+
+@pytest.mark.parametrize("has_said_so", [False, True])
+def test_one_that_is_warming_up_starts_when_it_is_warm(tmp_path: Path, mailbox: Mailbox, has_said_so: bool) -> None:
+    write(tmp_path, "script.py", "import json, os; print(json.dumps({'pid': os.getpid(), 'rank': os.environ['RANK']}))")
+    mine = birth(tmp_path)
+    pool = Standbys(mailbox, ())
+    try:
+        pool.tend({0: mine})
+        (pid,) = pool.pids
+        if has_said_so:  # and nobody has listened
+            assert select.select([pool._all[0].child], [], [], 30)[0]
+        child = pool.take(0, mine)
+        assert child is not None
+        assert not child.is_warm
+        assert ended(child, tmp_path / "out") == {"pid": pid, "rank": "3"}
+        assert pool.pids == frozenset()
+    finally:
+        pool.close()
 
 
 def test_one_at_a_time_and_a_slow_one_is_replaced(

@@ -95,6 +95,12 @@ def test_the_watchdog_is_fed_by_each_pass(systemd: Listener) -> None:
     assert systemd.heard() == []
 
 
+def test_the_watchdog_is_patient_while_everything_is_taken_down(systemd: Listener) -> None:
+    notifier = Notifier(systemd.environ(WATCHDOG_USEC="2000000", WATCHDOG_PID=str(os.getpid())))
+    notifier.ending(ExitCode.DRAINED)
+    assert {"STOPPING=1", "WATCHDOG_USEC=60000000", "WATCHDOG=1"} <= set(systemd.heard())
+
+
 def test_a_watchdog_that_is_meant_for_another_process_is_not_fed(systemd: Listener) -> None:
     notifier = Notifier(systemd.environ(WATCHDOG_USEC="30000000", WATCHDOG_PID="1"))
     notifier.passed(RUNNING, stopping=False)

@@ -2,8 +2,8 @@
 
     python -m tests.bench.bench_metrics [--blocks N] [--steps N]
 
-Blocks of steps with and without alternate in the same two ranks of one Trainer, so that whatever else the machine does
-hits both; the ratio is the median of those of neighbouring blocks.
+Steps with and without alternate in the same two ranks of one Trainer, so that whatever else the machine does hits both;
+the ratio is the median of those of neighbours.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tests.training.worlds import make_session
 
 _RATIO_LIMIT, _REPORT_LIMIT_SECONDS = 1.005, 10e-6
 _CALLS, _REPEATS = 5000, 9
+_WARM_UP_STEPS = 8
 
 
 class Switched(Measured):
@@ -41,7 +42,7 @@ class Switched(Measured):
     def on_step(self, step: AppliedStep) -> None:
         if step.step % self._steps:
             return
-        if step.step > 2 * self._steps:  # the first two warm up
+        if step.step > _WARM_UP_STEPS:
             self.times[self._is_on].append(since(self._began, self._steps))
         self._is_on = not self._is_on
         self._session._progress, self._session._profiling = self._parts if self._is_on else (None, None)
@@ -56,7 +57,7 @@ def _rank(rank: int, world_size: int, store: Any, directory: str, blocks: int, s
     config = TrainerConfig(
         global_batch_size=RANKS * MICRO_STEPS * MICRO_BATCH,
         micro_batch_size=MICRO_BATCH,
-        steps=2 * (blocks + 1) * steps,
+        steps=2 * blocks * steps + _WARM_UP_STEPS,
         grad_clip_norm=1.0,
     )
     Trainer(task, config, session=session).run()
@@ -98,8 +99,8 @@ def report_cost() -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=150, help="pairs of blocks")
+    parser.add_argument("--steps", type=int, default=1, help="in a block")
     arguments = parser.parse_args()
     figures = {**report_cost(), **step_cost(arguments.blocks, arguments.steps)}
     figures |= {"limit_ratio": _RATIO_LIMIT, "limit_report_seconds": _REPORT_LIMIT_SECONDS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import shutil
@@ -10,11 +11,11 @@ import ssl
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic.demo.ledger import Audit, audit, planned_steps, read_ledger
+from elastic.demo.ledger import Audit, Entry, Sample, audit, planned_steps, read_ledger
 from elastic.service import plan
 from tests.support.etcd import Certificates
 from tests.support.job import wait_for
@@ -149,7 +150,7 @@ class Lab:
         wanted = planned_steps(
             samples=SAMPLES, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, seed=0, steps=ledger.last_step
         )
-        return audit(ledger.entries, wanted)
+        return audit(_completed(ledger.entries, wanted), wanted)
 
     @property
     def committed_step(self) -> int:
@@ -203,6 +204,25 @@ class Lab:
             return None
 
         return wait_for(leader, what="a leader of etcd")
+
+
+def _completed(entries: Sequence[Entry], wanted: Mapping[int, Sequence[Sample]]) -> list[Entry]:
+    """With the lines that a kill came before: between the update that all ranks took part in and its own line.
+
+    That can only be in the last step of a round, and only where the next round went on after it: others hold its state.
+    """
+    last, first = {}, {}
+    for entry in entries:
+        last[entry.round] = max(entry.step, last.get(entry.round, 0))
+        first[entry.round] = min(entry.step, first.get(entry.round, entry.step))
+    added = []
+    for number, after in itertools.pairwise(sorted(last)):
+        step = last[number]
+        if first[after] == step + 1:
+            written = {(e.epoch, i) for e in entries if (e.round, e.step) == (number, step) for i in e.samples}
+            missing = [sample for sample in wanted[step] if sample not in written]
+            added += [Entry(round=number, step=step, epoch=e, rank=-1, samples=(i,)) for e, i in missing]
+    return [*entries, *added]
 
 
 @contextlib.contextmanager

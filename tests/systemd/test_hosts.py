@@ -6,10 +6,10 @@ all of it has done to the samples is looked at in the end.
 
 from __future__ import annotations
 
-import contextlib
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -131,8 +131,7 @@ def test_a_worker_killed_for_memory_does_not_take_the_unit(job: Lab) -> None:
     agent, restarts = job.agent(host), host.show(UNIT, "NRestarts")
     (worker,) = job.workers(host)
     number = job.wait_training()
-    with memory_limit(host.outside(worker)) as was_struck:
-        wait_for(was_struck, seconds=30, what="the OOM killer strikes")
+    use_up_memory(beside=host.outside(worker))
     wait_for(lambda: not is_alive(host, worker), what="the worker is gone")
     assert job.wait_training() > number
     assert (job.agent(host), host.show(UNIT, "NRestarts")) == (agent, restarts)
@@ -140,17 +139,19 @@ def test_a_worker_killed_for_memory_does_not_take_the_unit(job: Lab) -> None:
     assert "SIGKILL" in host.journal(UNIT)
 
 
-@contextlib.contextmanager
-def memory_limit(pid: int) -> Iterator[Callable[[], bool]]:
-    """The process has less memory than it uses: the kernel kills it. What is given says whether it has."""
+def use_up_memory(beside: int) -> None:
+    """The kernel has to kill one of two that share what memory there is, and is told to take `beside` first."""
     group = Path("/sys/fs/cgroup/memory/elasticd-test")
     if not group.parent.is_dir():
         pytest.skip("needs the memory controller of cgroups v1")
-    group.mkdir(exist_ok=True)
+    group.mkdir()
     try:
-        (group / "memory.limit_in_bytes").write_text("4096")  # what it has already is not counted, but anything new is
-        (group / "cgroup.procs").write_text(str(pid))
-        yield lambda: "oom_kill 0" not in (group / "memory.oom_control").read_text()
+        (group / "memory.limit_in_bytes").write_text("32M")
+        (group / "cgroup.procs").write_text(str(beside))
+        Path(f"/proc/{beside}/oom_score_adj").write_text("1000")
+        hog = f"open('{group}/cgroup.procs', 'w').write('0'); bytearray(2**28)"
+        subprocess.run([sys.executable, "-c", hog], check=False, timeout=30)
+        assert int((group / "memory.oom_control").read_text().split()[-1]) >= 1, "the OOM killer has struck"
     finally:
         wait_for(lambda: not (group / "cgroup.procs").read_text())
         group.rmdir()
@@ -237,10 +238,9 @@ def test_a_job_that_fails_is_not_tried_again_and_its_last_words_are_kept(job: La
 def test_after_all_of_it_every_sample_was_used_once_in_its_step(job: Lab) -> None:
     job.systemctl("stop")
     found = job.audit()
-    assert (found.lost, found.doubled, found.strange, found.wrong_steps) == (0, 0, 0, ()), found
+    assert found.is_right, found
     assert found.steps == job.committed_step
     for host in job.hosts:
         assert job.leftovers(host) == ""
         host.run(str(ELASTICD), "uninstall", "lab")
-        assert "ExecStart=/usr/bin/elasticd run" in host.run("systemctl", "cat", UNIT).stdout.splitlines()
-        assert str(ELASTICD) not in host.run("systemctl", "cat", UNIT).stdout
+        assert str(ELASTICD) not in host.run("systemctl", "cat", UNIT, check=False).stdout

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from elastic.cli import main
-from elastic.cli_log_json import LOGGERS, JsonFormatter
+from elastic.cli_log_json import LOGGERS, JsonFormatter, log_as_json
+from elastic.journal import JournalFormatter
 from tests.support.job import write
 
 
@@ -48,6 +49,17 @@ def test_a_traceback_stays_in_its_object() -> None:
     except ValueError:
         told = formatted("no luck", exc_info=sys.exc_info())
     assert "ValueError: broken" in told["exception"]
+
+
+def test_the_journal_still_learns_the_priority_of_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(JournalFormatter())
+    for name in LOGGERS:
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [handler])
+    log_as_json(run_id="train", node_id="n1")
+    line = handler.format(logging.LogRecord("elastic", logging.ERROR, "", 1, "no luck", (), None))
+    assert line.startswith("<3>{")
+    assert json.loads(line[3:])["message"] == "no luck"
 
 
 def test_the_agents_lines_are_json_when_it_is_told_so(

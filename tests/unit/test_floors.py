@@ -16,12 +16,12 @@ FLOORS = {
     4: {"demo", "doctor", "agent", "service"},
     3: {"training", "metrics", "rendezvous"},
     2: {"config"},
-    1: {"checkpoints", "own_checkpoints", "status", "progress", "runtime"},
+    1: {"checkpoints", "own_checkpoints", "status", "progress", "runtime", "journal", "systemctl"},
     0: {"errors"},
 }
 # Files that belong to a room without lying in a directory of its name.
 ROOMS = {
-    **dict.fromkeys(("cli_checkpoints", "cli_install", "cli_log", "cli_status", "cli_table", "__main__"), "cli"),
+    **dict.fromkeys(("cli_checkpoints", "cli_install", "cli_status", "cli_table", "__main__"), "cli"),
     **dict.fromkeys(("flags", "jobfile", "rules", "values"), "config"),
     **dict.fromkeys(("timings", "profile_order"), "progress"),
     **dict.fromkeys(("cli_profile", "cli_log_json"), "cli"),

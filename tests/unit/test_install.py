@@ -81,10 +81,10 @@ def test_what_the_loader_refuses_is_not_installed(host: Host) -> None:
     assert not host.files()
 
 
-@pytest.mark.parametrize("name", ["a b.toml", "x@y.toml", "job.conf"])
+@pytest.mark.parametrize("name", ["a b.toml", "x@y.toml", "job.conf", "etcd.toml"])
 def test_a_name_that_makes_no_unit_is_refused(host: Host, name: str) -> None:
     host.job = host.job.rename(host.job.with_name(name))
-    assert "NAME.toml" in host.install(code=2)
+    assert f"job file {host.job}" in host.install(code=2)
     assert not host.files()
 
 
@@ -214,3 +214,14 @@ def test_units_are_valid_and_closed_enough(tmp_path: Path, unit: str, program: s
         cwd=tmp_path, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert judged.returncode == 0, judged.stdout[-2000:]
+
+
+def test_the_package_holds_every_file_of_the_folder_of_units() -> None:
+    """A wheel takes them from the package, where a link leads to the folder."""
+    root = Path(plan.__file__).parents[2]
+    if not (root / "pyproject.toml").exists():
+        pytest.skip("needs the sources, not an installed package")
+    ours = {path.name for path in (root / "systemd").iterdir()}
+    assert ours == {path.name for path in (Path(plan.__file__).parent / "units").iterdir()}
+    assert {"elasticd@.service", "elasticd-etcd.service", "elasticd.env.example"} <= ours
+    assert '"service/units/*"' in (root / "pyproject.toml").read_text()

@@ -173,7 +173,7 @@
   }
 
   function nodeRow(node, small) {
-    const page = node.http && !node.here ? el("a", { href: `http://${node.http}/` }, "its page") : node.here ? "this node" : node.addr;
+    const page = node.http && !node.here ? el("a", { href: `${location.protocol}//${node.http}/` }, "its page") : node.here ? "this node" : node.addr;
     return el("div", { class: small || !node.here ? "node small" : "node" },
       el("h3", {}, node.node_id, el("small", {}, page)),
       el("ul", { class: "cells", "aria-label": `ranks on ${node.node_id}` }, node.workers.map(cell)));

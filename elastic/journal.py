@@ -1,4 +1,4 @@
-"""Where the log lines of a command go: to stderr, with the time for people, with a priority for systemd's journal."""
+"""Log lines on stderr: with the time for people, with a priority and without a second time for systemd's journal."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ _PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (0, 
 
 def log_to_stderr(environ: Mapping[str, str] = os.environ) -> None:
     """Our own lines at INFO or $LOGLEVEL; other packages' warnings stay as they are."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        JournalFormatter("%(name)s: %(message)s")
-        if is_journal(environ)
-        else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    )
+    handler = stderr_handler(environ)
     level = logging.getLevelName(environ.get("LOGLEVEL", "INFO").upper())
     for name in ("elastic", "checkpoints"):
         logger = logging.getLogger(name)
         logger.setLevel(level if isinstance(level, int) else logging.INFO)
         logger.handlers = [handler]
         logger.propagate = False
+
+
+def stderr_handler(environ: Mapping[str, str] = os.environ) -> logging.Handler:
+    """Writes lines as whoever reads stderr wants them."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        JournalFormatter("%(name)s: %(message)s")
+        if is_journal(environ)
+        else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    )
+    return handler
 
 
 def is_journal(environ: Mapping[str, str]) -> bool:
@@ -42,5 +48,10 @@ class JournalFormatter(logging.Formatter):
     """Each line with its priority, also those of a traceback; the journal knows the time itself."""
 
     def format(self, record: logging.LogRecord) -> str:
-        priority = next(number for level, number in _PRIORITIES if record.levelno >= level)
-        return "\n".join(f"<{priority}>{line}" for line in super().format(record).splitlines())
+        prefix = priority(record)
+        return "\n".join(f"{prefix}{line}" for line in super().format(record).splitlines())
+
+
+def priority(record: logging.LogRecord) -> str:
+    """What the journal takes from the beginning of a line."""
+    return f"<{next(number for level, number in _PRIORITIES if record.levelno >= level)}>"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 LOG = """
 import logging, os
-from elastic.cli_log import log_to_stderr
+from elastic.journal import log_to_stderr
 log_to_stderr(os.environ)
 logger = logging.getLogger("elastic.x")
 logger.info("one")
