@@ -26,7 +26,6 @@ ROOMS = {
     **dict.fromkeys(("timings", "profile_order"), "progress"),
     **dict.fromkeys(("cli_profile", "cli_log_json"), "cli"),
     **dict.fromkeys(("checks", "preflight"), "doctor"),
-    "systemctl": "runtime",
 }
 LEVELS = {room: level for level, rooms in FLOORS.items() for room in rooms}
 SOURCES = sorted([*ROOT.glob("elastic/**/*.py"), *ROOT.glob("checkpoints/**/*.py")])
