@@ -95,7 +95,7 @@ _ACTIONS = {"list": _list, "show": _show, "verify": _verify, "prune": _prune, "e
 def _newest_step(catalog: Any, directory: str) -> int:
     committed = [entry for entry in catalog.list_checkpoints(directory) if entry["state"] == "committed"]
     if not committed:
-        raise ElasticError(f"there is no committed checkpoint in {directory}")
+        raise ElasticError(f"there is no committed checkpoint in {directory}: name the folder of all steps")
     return int(max(committed, key=lambda entry: (entry["round"], entry["step"]))["step"])
 
 

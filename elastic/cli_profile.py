@@ -120,8 +120,6 @@ def _words(wanted: _Wanted, summaries: Sequence[ProfileSummary]) -> str:
         "",
     ]
     if not all(summary.seconds for summary in summaries):
-        lines.append(
-            "a loop that enters no phases (session.enter_phase) does not say where its time goes; its trace does"
-        )
+        lines.append("a loop that enters no phases (session.phase) does not say where its time goes; its trace does")
     lines.append("traces, for chrome://tracing or ui.perfetto.dev:")
     return "\n".join([*lines, *(f"  {summary.trace}" for summary in summaries)])

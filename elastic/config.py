@@ -24,6 +24,7 @@ from elastic.flags import Given, collect
 logger = logging.getLogger(__name__)
 
 _DEFAULT_SHUTDOWN_SECONDS = 30.0  # torchrun's
+_MOST_WORKERS = 1024  # on a node: more is a slip of the pen, and would use up its memory
 # What every node of a job must agree on: these decide together who takes part, how long others wait and when all save.
 _SHARED = (
     *("min_nodes", "max_nodes", "module", "no_python", "checkpoint_every", "memory_every"),
@@ -182,6 +183,10 @@ def _workers_per_node(given: Given) -> int:
         raise UsageError(f"{given.named('nproc_per_node')}: {exc}; give auto, cpu, gpu or a number") from exc
     if workers < 1:
         raise UsageError(f"{given.named('nproc_per_node')} gives {workers} workers; at least 1 is needed")
+    if workers > _MOST_WORKERS:
+        raise UsageError(
+            f"{given.named('nproc_per_node')} gives {workers} workers; at most {_MOST_WORKERS} are allowed"
+        )
     shown = given["local_ranks_filter"]
     if shown and (beyond := [rank for rank in map(int, shown.split(",")) if rank >= workers]):
         raise UsageError(f"{given.named('local_ranks_filter')}: no local rank {beyond[0]} among {workers} workers")

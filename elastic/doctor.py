@@ -123,7 +123,7 @@ def checks(subject: Subject) -> dict[str, Check]:
         "xid": lambda: _xids(nvml()),
         "interfaces": lambda: network.check_interfaces(found()),
         "address": lambda: _address(subject, found()),
-        "own name": lambda: network.check_own_name(socket.gethostname(), subject.environ, many=subject.many),
+        "own name": lambda: network.check_own_name(socket.gethostname(), subject.environ, found(), many=subject.many),
         "nccl": lambda: network.check_nccl(dict(config.nccl), found()),
         "http port": lambda: network.check_http(config.http_host, config.http_port),
         "http access": lambda: network.check_exposure(

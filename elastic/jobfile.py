@@ -35,6 +35,7 @@ def read(path: Path, options: Mapping[str, argparse.Action]) -> dict[str, Any]:
     `options` are the flags that a file may set. Raises: UsageError naming the file and the key or line.
     """
     table = _parse(path)
+    _refuse_nul(path, table)
     known = (*options, *_TARGET_KEYS)
     settings: dict[str, Any] = {}
     for key, value in table.items():
@@ -64,6 +65,15 @@ def _parse(path: Path) -> dict[str, Any]:
         raise UsageError(f"job file {path} is not UTF-8 (line {line}): save it as UTF-8") from exc
     except tomllib.TOMLDecodeError as exc:
         raise UsageError(f"job file {path} is not valid TOML: {exc}") from exc
+
+
+def _refuse_nul(path: Path, table: Mapping[str, Any]) -> None:
+    """No path, argument or variable of a process can hold it."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            _refuse_nul(path, value)
+        elif any(isinstance(text, str) and "\0" in text for text in (value if isinstance(value, list) else [value])):
+            raise UsageError(f"{path}: {key} = {value!r} holds a NUL character")
 
 
 def _suggest(key: str, known: tuple[str, ...]) -> str:
@@ -123,6 +133,8 @@ def _nccl(path: Path, table: Any) -> dict[str, str]:
             )
         if not isinstance(value, (str, int)):
             raise UsageError(f"{path}: {key} = {value!r} in [nccl] must be a string, a whole number, true or false")
+        if isinstance(value, str) and not value.isprintable():
+            raise UsageError(f"{path}: {key} = {value!r} in [nccl] holds a control character")
     return {key: str(int(value) if isinstance(value, bool) else value) for key, value in table.items()}
 
 

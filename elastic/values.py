@@ -12,6 +12,8 @@ from typing import Any
 
 ETCD_PORT = 2379
 
+_LONGEST_SECONDS = 365 * 86400  # what is longer no clock of the system's may be able to wait for
+
 
 def seconds(text: str) -> float:
     """A time in seconds; fractions are fine, below zero and endless are not."""
@@ -21,15 +23,20 @@ def seconds(text: str) -> float:
         raise ArgumentTypeError(f"{text!r} is not a number of seconds") from None
     if not math.isfinite(value) or value < 0:
         raise ArgumentTypeError(f"{text!r} must be a finite number of seconds, 0 or more")
+    if value > _LONGEST_SECONDS:
+        raise ArgumentTypeError(f"{text!r} must be at most {_LONGEST_SECONDS} seconds, a year")
     return value
 
 
 def whole_seconds(text: str) -> int:
     """etcd grants leases by the second."""
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
         raise ArgumentTypeError(f"{text!r} must be whole seconds (etcd's grain), such as 5") from None
+    if value > _LONGEST_SECONDS:
+        raise ArgumentTypeError(f"{text!r} must be at most {_LONGEST_SECONDS} seconds, a year")
+    return value
 
 
 def node_range(text: str) -> tuple[int, int]:

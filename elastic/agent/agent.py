@@ -30,7 +30,7 @@ from elastic.agent.measuring import Measuring
 from elastic.agent.story import Story
 from elastic.agent.systemd import Notifier
 from elastic.agent.torch_view import fill_group
-from elastic.agent.view import Facts, closed_with, job_status
+from elastic.agent.view import Facts, closed_with, job_status, why_draining
 from elastic.agent.workers import Worker, adopt_orphans, reap_orphans
 from elastic.config import JobConfig
 from elastic.errors import ElasticError, ExitCode
@@ -345,7 +345,8 @@ class Agent(ElasticAgent):
         self._membership.announce(self._story.breakage(self._membership.view().node_id))
 
     def _drain(self, now: float) -> None:
-        logger.info("round %d: draining, up to %s s", self._crew.round, self._config.drain_grace_seconds)
+        why = why_draining(self._membership.view(), asked=self._asked is not Asked.NOTHING)
+        logger.info("round %d: %s; draining, up to %g s", self._crew.round, why, self._config.drain_grace_seconds)
         self._crew.drain(now)
 
     def _tell_done(self) -> None:

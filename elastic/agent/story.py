@@ -126,11 +126,11 @@ class Story:
         incident = self._incidents.observe([worker.progress for worker in self._crew.workers.all])
         if incident is not None:
             logger.info(
-                "round %d: recovered in %.2f s (%s), %s steps repeated",
+                "round %d: recovered in %.2f s (%s)%s",
                 incident.round,
                 incident.seconds.total or 0.0,
                 incident.cause,
-                incident.lost_steps,
+                "" if incident.lost_steps is None else f", {incident.lost_steps} steps repeated",
             )
 
     def incidents(self) -> tuple[Incident, ...]:

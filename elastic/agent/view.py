@@ -159,6 +159,15 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def why_draining(view: View, *, asked: bool) -> str:
+    """For the log. `asked`: by a signal to this agent."""
+    if asked:
+        return "asked to stop"
+    if view.drain_wanted:
+        return "etcd has not answered for half of the lease"
+    return view.round.cause if view.round is not None else ""
+
+
 def closed_with(view: View) -> ExitCode | None:
     """How the job has ended, for members and spares alike."""
     if view.outcome == "succeeded":

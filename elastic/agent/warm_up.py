@@ -52,6 +52,7 @@ def _import_torch() -> None:
     import torch.distributed
     import torch.nn.parallel
 
+    torch.zeros(2, 2) @ torch.zeros(2, 2)  # sets up what multiplies; no backward, which would ask CUDA for its devices
     weight = torch.nn.Parameter(torch.zeros(1))
     for optimizer in (torch.optim.SGD([weight], lr=0.1, momentum=0.9), torch.optim.AdamW([weight])):
         weight.grad = torch.zeros(1)

@@ -74,7 +74,7 @@ def check_address(address: str, found: Iterable[Interface], *, many: bool, store
         bare = _first_address(address)
     using = next((interface for interface in found if bare in interface.addresses), None)
     if not many:
-        yield ok("address", f"one node: workers meet at {address}")
+        yield ok("address", "one node: workers meet on loopback")
     elif bare and _is_loopback(bare):
         message = f"{address} goes into this node's record, and other hosts cannot reach it"
         why = "etcd is named by a loopback address: name it as others see it" if store_is_local else "see /etc/hosts"
@@ -87,9 +87,15 @@ def check_address(address: str, found: Iterable[Interface], *, many: bool, store
         yield ok("address", f"{address} on {using.shown}: peers reach this node's store here")
 
 
-def check_own_name(name: str, environ: Mapping[str, str], *, many: bool) -> Iterator[Finding]:
+def check_own_name(
+    name: str, environ: Mapping[str, str], found: Iterable[Interface], *, many: bool
+) -> Iterator[Finding]:
     """gloo connects by the host's own name, unless an interface is named."""
-    interface = environ.get("GLOO_SOCKET_IFNAME")
+    interface = environ.get("GLOO_SOCKET_IFNAME", "")
+    there = [candidate.name for candidate in found if candidate.is_up and candidate.addresses]
+    if missing := [part for part in interface.split(",") if part and part not in there]:
+        message = f"GLOO_SOCKET_IFNAME={interface}: {missing[0]} is none of {', '.join(there)}"
+        yield error("gloo", message, "name an interface of this host that is up, or unset it")
     addresses = sorted({str(entry[4][0]) for entry in _lookup(name)})
     if many and not interface and (not addresses or all(map(_is_loopback, addresses))):
         shown = ", ".join(addresses) or "no address"

@@ -195,8 +195,6 @@ class _Listener:
             if len(self._open) >= _CONNECTIONS:
                 connection.close()
                 return
-            if self._access.tls is not None:  # the handshake is the thread's business: it may take its time
-                connection = self._access.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
             thread = threading.Thread(target=self._serve, args=(connection,), name=f"{self._name}-client", daemon=True)
             self._open[thread] = connection
         try:
@@ -207,6 +205,8 @@ class _Listener:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
+            if self._access.tls is not None:
+                connection = self._encrypted(connection, self._access.tls)
             _Handler(connection, self._routes, self._access)
         except OSError as exc:
             logger.debug("%s: client gone: %s", self._name, exc)
@@ -214,6 +214,14 @@ class _Listener:
             logger.exception("%s: request failed", self._name)
         finally:
             self._forget(threading.current_thread(), connection)
+
+    def _encrypted(self, connection: socket.socket, tls: ssl.SSLContext) -> socket.socket:
+        """On the connection's own thread: a peer that has gone raises, and one that dawdles keeps nobody waiting."""
+        connection.getpeername()  # raises as well, and earlier: `wrap_socket` would leave a socket behind
+        wrapped = tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        with self._lock:
+            self._open[threading.current_thread()] = wrapped
+        return wrapped
 
     def _forget(self, thread: threading.Thread, connection: socket.socket) -> None:
         with self._lock:

@@ -38,6 +38,7 @@ class Installer:
 
     def install(self, job: Job) -> None:
         """Raises: UsageError."""
+        self._say_if_dry()
         changed = self._write((*plan.shared_files(), *plan.files_of(job)))
         self._run("systemd-sysusers", str(plan.SYSUSERS), needed=changed)
         self._run("systemd-tmpfiles", "--create", str(plan.TMPFILES), needed=changed)
@@ -50,12 +51,14 @@ class Installer:
 
     def install_etcd(self) -> None:
         """The example of an etcd. Raises: UsageError."""
+        self._say_if_dry()
         changed = self._write(plan.etcd_files())
         self._run("systemd-sysusers", str(plan.ETCD_SYSUSERS), needed=changed)
         self._run("systemctl", "daemon-reload", needed=changed)
 
     def uninstall(self, name: str) -> None:
         """Raises: UsageError when there is no such job."""
+        self._say_if_dry()
         unit = plan.unit_of(name)
         drop_ins = plan.UNITS / f"{unit}.d"
         own = [drop_ins / "10-job.conf", plan.JOBS / f"{name}.toml", plan.JOBS / f"{name}.env"]
@@ -70,6 +73,10 @@ class Installer:
             self._remove([file.path for file in plan.shared_files()])
         self._run("systemctl", "daemon-reload", needed=True)
         self._say(f"left  /var/lib/elasticd/{name}, /var/cache/elasticd/{name}, /var/log/elasticd/{name}, checkpoints")
+
+    def _say_if_dry(self) -> None:
+        if self._dry_run:
+            self._say("a dry run: nothing is written, this is what would be:")
 
     def _names(self) -> list[str]:
         folders = self._place(plan.UNITS).glob("elasticd@?*.service.d")
@@ -139,10 +146,12 @@ class Installer:
                 raise UsageError(f"cannot make {place} for user {user}: {exc}") from exc
 
     def _run(self, *command: str, needed: bool) -> None:
-        if not needed or (self._root is None and not Path("/run/systemd/system").is_dir()):
+        if not needed:
             return
         if self._root is not None or self._dry_run:
             self._say(f"to do {' '.join(command)}")
+            return
+        if not Path("/run/systemd/system").is_dir():
             return
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)

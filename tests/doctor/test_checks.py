@@ -150,8 +150,11 @@ ETH0 = network.Interface(name="eth0", addresses=("10.0.0.5", "fd00::5"), is_up=T
 DOWN = network.Interface(name="eth1", addresses=("10.1.0.5",), is_up=False)
 
 
+HERE = [LOOPBACK, ETH0, DOWN]
+
+
 def test_interfaces_and_their_protocols_are_told() -> None:
-    found = list(network.check_interfaces([LOOPBACK, ETH0, DOWN]))
+    found = list(network.check_interfaces(HERE))
     assert states(found) == ["ok", "ok"]
     assert "eth0 (10.0.0.5, fd00::5; MTU 9000, 25000 Mb/s)" in found[0].message
     assert found[1].message == "IPv4 and IPv6"
@@ -169,7 +172,7 @@ def test_interfaces_and_their_protocols_are_told() -> None:
     ],
 )
 def test_the_address_that_peers_will_use(address: str, many: bool, state: str, text: str) -> None:
-    found = only(network.check_address(address, [LOOPBACK, ETH0, DOWN], many=many, store_is_local=False))
+    found = only(network.check_address(address, HERE, many=many, store_is_local=False))
     assert (found.state, text in found.message) == (state, True)
 
 
@@ -182,10 +185,13 @@ def test_the_interfaces_of_this_host_are_found() -> None:
 
 
 def test_a_host_that_is_loopback_to_itself_is_a_warning_for_many_nodes_unless_gloo_is_told() -> None:
-    assert only(network.check_own_name("localhost", {}, many=True)).state == "warning"
-    assert only(network.check_own_name("no-such-host.invalid", {}, many=True)).state == "warning"
-    assert only(network.check_own_name("localhost", {}, many=False)).state == "ok"
-    assert only(network.check_own_name("localhost", {"GLOO_SOCKET_IFNAME": "eth0"}, many=True)).state == "ok"
+    assert only(network.check_own_name("localhost", {}, HERE, many=True)).state == "warning"
+    assert only(network.check_own_name("no-such-host.invalid", {}, HERE, many=True)).state == "warning"
+    assert only(network.check_own_name("localhost", {}, HERE, many=False)).state == "ok"
+    assert only(network.check_own_name("localhost", {"GLOO_SOCKET_IFNAME": "eth0"}, HERE, many=True)).state == "ok"
+    bad, _ = network.check_own_name("localhost", {"GLOO_SOCKET_IFNAME": "eth0,no0"}, HERE, many=False)
+    assert (bad.check, bad.state) == ("gloo", "error")
+    assert "no0 is none of lo, eth0" in bad.message
 
 
 @pytest.mark.parametrize(
@@ -194,7 +200,7 @@ def test_a_host_that_is_loopback_to_itself_is_a_warning_for_many_nodes_unless_gl
      ("^lo,eth", "error"), ("eth1", "error")],
 )  # fmt: skip
 def test_the_interface_that_nccl_is_told_must_be_there(named: str, state: str) -> None:
-    found = only(network.check_nccl({"NCCL_SOCKET_IFNAME": named}, [LOOPBACK, ETH0, DOWN]))
+    found = only(network.check_nccl({"NCCL_SOCKET_IFNAME": named}, HERE))
     assert found.state == state
     assert named in found.message
 

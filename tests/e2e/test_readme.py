@@ -34,6 +34,7 @@ def test_under_the_agent_it_saves_drains_and_goes_on(tmp_path: Path, script: Pat
     with running(tmp_path, *agent, str(script)) as job:
         assert job.wait_status(lambda s: s["base_step"] is not None)["base_step"] >= 20
         assert job.wait() == 0, job.output
+    assert (tmp_path / "ckpt" / "step-000000000200" / "manifest.json").exists(), "the end is kept as well"
 
 
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])

@@ -8,6 +8,7 @@ import json
 import logging
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -321,6 +322,24 @@ def test_without_the_token_probes_alone_are_answered_and_the_socket_needs_none(j
             assert authorized(made, "/status", header) == (200, [])
         assert b" 200 " in ask_raw(runtime.connect(path, 10), b"GET /status HTTP/1.1\r\n\r\n")
         assert TOKEN.decode() not in repr(Access(token=TOKEN))
+    finally:
+        made.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the ssl module itself
+def test_clients_that_reset_before_they_are_heard_do_not_end_a_server_with_tls(
+    job: Job, certificates: Certificates
+) -> None:
+    made = guarded(job, None, load_access(None, *map(str, certificates.server)))
+    try:
+        for _ in range(200):
+            with socket.create_connection(("127.0.0.1", made.port), 10) as gone:
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        trusted = ssl.create_default_context(cafile=str(certificates.ca))
+        client = http.client.HTTPSConnection("127.0.0.1", made.port, timeout=10, context=trusted)
+        client.request("GET", "/healthz")
+        assert client.getresponse().read() == b"ok\n"
+        client.close()
     finally:
         made.close()
 
