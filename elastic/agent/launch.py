@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 def run_job(config: JobConfig) -> int:
     """Run the job on this node until it ends. Returns the exit code. Raises: UsageError."""
     notifier = Notifier(os.environ)  # before anything is started that inherits the environment
-    faulthandler.enable()  # systemd's watchdog ends us by SIGABRT: the stacks go to the journal
+    faulthandler.enable(2)  # systemd's watchdog ends us by SIGABRT: stacks go to the journal; sys.stderr may be None
     mailbox = Mailbox()
     mailbox.take_signals(SIGNALS)
     memory = memory_folder() if config.memory_checkpoints else contextlib.nullcontext()

@@ -24,6 +24,7 @@ from checkpoints.memory import MemoryTier, Sealed
 from checkpoints.restore import Restored
 from checkpoints.slot import Mark
 from tests.checkpoints.support import assert_same, cut_state, flip_byte, small_state
+from tests.support.job import wait_for
 from tests.support.ranks import run_ranks
 
 
@@ -221,7 +222,8 @@ def test_commit_reads_the_copy_in_memory_while_steps_go_on_being_kept(
         manager._snapshotter.buffer.view(1)  # copied once
     for step in range(5, 15):
         manager.keep(step, cut_state(step))
-    assert sorted(slots_by_step(tmp_path / "node0"))[-2:] == [13, 14]
+    # Sealed beside the steps.
+    wait_for(lambda: sorted(slots_by_step(tmp_path / "node0"))[-2:] == [13, 14], seconds=10.0)
     gate.set()
     result = manager.wait()
     assert result is not None

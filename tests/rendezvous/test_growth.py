@@ -88,7 +88,8 @@ def test_keys_bytes_and_leases_do_not_grow_with_the_rounds(job: Job) -> None:
         job.turn(turn)
         turn += 1
     until(job.peers, all_run(job.peers))
-    first, last = (max(sum(found.values()) for found in part) for part in (sizes[:10], sizes[-10:]))
+    # The least of ten: at times the leader still tells of nodes that wait.
+    first, last = (min(sum(found.values()) for found in part) for part in (sizes[:10], sizes[-10:]))
     assert last <= first + DIGIT_BYTES, sizes
     eventually(lambda: job.charges() == 0)
     eventually(lambda: job.leases() == len(job.peers))

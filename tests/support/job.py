@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from elastic import runtime
 
 T = TypeVar("T")
-MARK = "JOB_TESTMARK"
+MARK = "JOB_TEST_MARK"
 
 
 class WaitTimeoutError(AssertionError):
