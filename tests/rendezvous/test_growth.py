@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.support.etcd import EtcdCluster, etcd_cluster, eventually
 ROUNDS = 50
 RULES_OF_MANY_ROUNDS = dataclasses.replace(RULES, settle_seconds=0.0, max_restarts=1000, restart_window_seconds=1.0)
 DEAD_PID = 4_194_305  # above the highest that Linux gives: an agent of it is known to be dead, its key is taken over
-DIGIT_BYTES = 64  # the numbers of rounds and revisions get longer
+DIGIT_BYTES = 128  # the numbers of rounds and revisions get longer; three bytes a round would be more than this
 
 
 class Job:
@@ -88,8 +89,8 @@ def test_keys_bytes_and_leases_do_not_grow_with_the_rounds(job: Job) -> None:
         job.turn(turn)
         turn += 1
     until(job.peers, all_run(job.peers))
-    # The least of ten: at times the leader still tells of nodes that wait.
-    first, last = (min(sum(found.values()) for found in part) for part in (sizes[:10], sizes[-10:]))
+    # At times the leader still tells of nodes that wait.
+    first, last = (statistics.median(sum(found.values()) for found in part) for part in (sizes[:10], sizes[-10:]))
     assert last <= first + DIGIT_BYTES, sizes
     eventually(lambda: job.charges() == 0)
     eventually(lambda: job.leases() == len(job.peers))
