@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import TypeVar
 
 import pytest
@@ -11,6 +12,17 @@ import pytest
 R = TypeVar("R", pytest.TestReport, pytest.CollectReport)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def _own_loggers() -> Iterator[None]:
+    """What a command has done to our loggers ends with its test: the stream that they write to is closed by then."""
+    loggers = [logging.getLogger(name) for name in ("elastic", "checkpoints")]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 # Long tests first: what starts last decides when the second of two processes has nothing left to do.
