@@ -365,7 +365,8 @@ class Agent(ElasticAgent):
         """The pass is finished: move the workers' deadline on, feed systemd's watchdog."""
         self._notice_freeze([])
         self._last_pass = now = time.monotonic()
-        self._guard.allow_for(self._allowance(now))
+        if not self._guard.allow_for(self._allowance(now)):
+            self._mailbox.wake()  # the next pass sees to it
         self._last_status = status = self._make_status()
         self._notifier.passed(status, stopping=self._asked is not Asked.NOTHING)
         self._measuring.passed(status, self._membership.view())

@@ -53,13 +53,23 @@ class Guard:
         self._groups = groups
         self._say(lambda warden: warden.groups(groups))
 
-    def allow_for(self, seconds: float) -> None:
-        """The workers may live for so long without another word."""
-        self._fed_at = boottime()
-        deadline = self._fed_at + seconds
-        if abs(deadline - self._deadline) >= _GRAIN_SECONDS:  # a busy loop must not fill the pipe
-            self._deadline = deadline
+    def allow_for(self, seconds: float) -> bool:
+        """The workers may live for so long without another word. Returns False when that came too late.
+
+        The clock is looked at once the warden has been told: wherever this process stood still before, the old deadline
+        may have passed for the warden, and then it is not forgotten here (`is_overdue`).
+        """
+        now = boottime()
+        deadline = now + seconds
+        has_moved = abs(deadline - self._deadline) >= _GRAIN_SECONDS  # a busy loop must not fill the pipe
+        if has_moved:
             self._say(lambda warden: warden.allow_until(deadline))
+        if self.is_overdue:
+            return False
+        self._fed_at = now
+        if has_moved:
+            self._deadline = deadline
+        return True
 
     @property
     def is_overdue(self) -> bool:
