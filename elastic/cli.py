@@ -78,11 +78,14 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    gc.disable()  # a fifth of torch's import would be the search for garbage among what it makes
     from elastic.config import load
 
     log_to_stderr()
-    config = load(argv, os.environ)
+    gc.disable()  # a fifth of torch's import would be the search for garbage among what it makes
+    try:
+        config = load(argv, os.environ)
+    finally:
+        gc.enable()
     if config.log_format == "json":
         from elastic.cli_log_json import log_as_json
 
@@ -91,8 +94,6 @@ def _run(argv: Sequence[str]) -> int:
     from elastic.agent.log_thread import LOG_THREAD
 
     gc.freeze()  # what was imported stays for good
-    gc.enable()
-
     code = run_job(config)
     if any(thread.name.startswith(("TailLog", LOG_THREAD)) for thread in threading.enumerate()):
         os._exit(code)  # nobody reads our output any more: the interpreter would wait for its writers for ever

@@ -23,7 +23,7 @@ from elastic.checks.report import as_json, exit_code, print_text
 from elastic.config import JobConfig, load, settings_digest
 from elastic.errors import UsageError
 from elastic.flags import collect
-from elastic.systemctl import stop_timeout
+from elastic.systemctl import stop_timeout, unit_of
 
 _CHECK_SECONDS = 20.0
 _USAGE = """elasticd doctor [JOB.toml | flags of elasticd run] [--json] [--preflight]
@@ -114,7 +114,7 @@ def checks(subject: Subject) -> dict[str, Check]:
     nvml = functools.lru_cache(maxsize=1)(gpus.load_nvml)
     state_bytes = functools.lru_cache(maxsize=1)(lambda: storage.newest_state_bytes(config.checkpoint_dir))
     shm = Path(subject.environ.get("ELASTICD_SHM_DIR") or host.shm)
-    unit = service.unit_of(subject.job_file.stem) if subject.job_file else None
+    unit = unit_of(subject.job_file.stem) if subject.job_file else None
     most_workers = config.max_nodes * config.nproc_per_node
     made: dict[str, Check] = {
         "software": lambda: software.check_versions(software.installed(host, gpus.driver_cuda(nvml()))),

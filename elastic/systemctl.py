@@ -1,4 +1,4 @@
-"""What the service manager of this host says of a unit."""
+"""A job's unit: its name, how long it must be given to stop, and what the service manager of this host says of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ import subprocess
 
 _ASK_SECONDS = 5.0
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0, "month": 2629800.0}
+_MARGIN_SECONDS = 30  # after the grace: to kill who does not listen, to leave the store, to take everything down
+
+
+def unit_of(job_name: str) -> str:
+    """The instance for /etc/elasticd/<job_name>.toml."""
+    return f"elasticd@{job_name}.service"
+
+
+def stop_seconds(grace_seconds: float) -> int:
+    """How long systemd is to wait for a stop: longer than anything that the agent itself waits for."""
+    return math.ceil(grace_seconds) + _MARGIN_SECONDS
 
 
 def stop_timeout(unit: str) -> float | None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 from pathlib import Path
 
 from elastic.config import JobConfig
-from elastic.systemctl import stop_timeout
+from elastic.systemctl import stop_seconds, stop_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +24,7 @@ def warn_if_short(config: JobConfig, unit: str) -> None:
             unit,
             name,
             grace,
-            math.ceil(grace) + 30,
+            stop_seconds(grace),
             unit,
         )
 

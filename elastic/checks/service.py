@@ -6,13 +6,7 @@ import math
 from collections.abc import Iterator
 
 from elastic.checks.finding import Finding, error, ok
-
-_MARGIN_SECONDS = 30  # what `elasticd install` adds: to kill who does not listen, and to say goodbye
-
-
-def unit_of(job_name: str) -> str:
-    """The instance for /etc/elasticd/<job_name>.toml."""
-    return f"elasticd@{job_name}.service"
+from elastic.systemctl import stop_seconds
 
 
 def check_stop_timeout(unit: str, timeout_seconds: float | None, grace_seconds: float) -> Iterator[Finding]:
@@ -23,7 +17,7 @@ def check_stop_timeout(unit: str, timeout_seconds: float | None, grace_seconds: 
     shown = "infinity" if math.isinf(timeout_seconds) else f"{timeout_seconds:g} s"
     message = f"{unit}: TimeoutStopSec is {shown}, a drain may take {grace_seconds:g} s"
     if timeout_seconds <= grace_seconds:
-        need = math.ceil(grace_seconds) + _MARGIN_SECONDS
+        need = stop_seconds(grace_seconds)
         remedy = f"systemctl edit {unit}: TimeoutStopSec={need}; or a shorter --drain-grace, --shutdown-timeout"
         yield error("unit", f"{message}: systemd would kill a drain", remedy)
     else:

@@ -18,6 +18,7 @@ from elastic.errors import UsageError
 from elastic.service import plan
 from elastic.service.plan import File, Job
 from elastic.service.stamp import State, is_intact, stamped, state
+from elastic.systemctl import unit_of
 
 NEW = ".elasticd-new"
 _COMMAND_SECONDS = 200.0  # a stop may take as long as the drain
@@ -59,7 +60,7 @@ class Installer:
     def uninstall(self, name: str) -> None:
         """Raises: UsageError when there is no such job."""
         self._say_if_dry()
-        unit = plan.unit_of(name)
+        unit = unit_of(name)
         drop_ins = plan.UNITS / f"{unit}.d"
         own = [drop_ins / "10-job.conf", plan.JOBS / f"{name}.toml", plan.JOBS / f"{name}.env"]
         if not any(self._place(path).exists() for path in own):

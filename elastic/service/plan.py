@@ -7,7 +7,6 @@ it runs and may write, and how long a stop may take.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Sequence
 from importlib import resources
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from elastic.config import JobConfig
 from elastic.errors import UsageError
+from elastic.systemctl import stop_seconds, unit_of
 
 UNITS = Path("/etc/systemd/system")
 JOBS = Path("/etc/elasticd")
@@ -24,7 +24,6 @@ ETCD_SYSUSERS = Path("/etc/sysusers.d/elasticd-etcd.conf")
 
 DEFAULT_USER = "elasticd"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
-_MARGIN_SECONDS = 30  # after the grace: to kill, to leave the store, to take everything down
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +55,6 @@ class Job:
         """Local directories that the job writes into."""
         named = (self.config.checkpoint_dir, self.config.log_dir)
         return tuple(Path(name) for name in named if name and "://" not in name)
-
-
-def unit_of(name: str) -> str:
-    return f"elasticd@{name}.service"
 
 
 def job_name(path: Path) -> str:
@@ -102,9 +97,9 @@ def etcd_files() -> tuple[File, ...]:
     )
 
 
-def stop_seconds(config: JobConfig) -> int:
-    """How long systemd is to wait for a stop: longer than anything that the agent itself waits for."""
-    return math.ceil(max(config.drain_grace_seconds, config.shutdown_timeout_seconds)) + _MARGIN_SECONDS
+def stop_timeout(config: JobConfig) -> int:
+    """TimeoutStopSec of its unit."""
+    return stop_seconds(max(config.drain_grace_seconds, config.shutdown_timeout_seconds))
 
 
 def _drop_in(job: Job) -> str:
@@ -120,7 +115,7 @@ def _drop_in(job: Job) -> str:
         f"ExecStopPost=-{command_line([*job.program, 'give-back'])}",
         f"WorkingDirectory={_escaped(str(job.directory))}",
         f"# drain_grace = {job.config.drain_grace_seconds:g} s, and some for what comes after it",
-        f"TimeoutStopSec={stop_seconds(job.config)}s",
+        f"TimeoutStopSec={stop_timeout(job.config)}s",
     ]
     if job.writable:
         lines.append(f"ReadWritePaths={command_line([f'-{path}' for path in job.writable])}")

@@ -172,7 +172,7 @@ def test_paths_with_blanks_and_percents_reach_the_unit_whole() -> None:
 
 def test_the_stop_timeout_is_longer_than_whatever_the_agent_waits_for(host: Host) -> None:
     config = load(["--drain-grace", "10", "--shutdown-timeout", "77.5", "train.py"], {})
-    assert plan.stop_seconds(config) == 108
+    assert plan.stop_timeout(config) == 108
 
 
 def test_stamps_tell_edits_from_older_versions() -> None:
