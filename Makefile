@@ -26,6 +26,7 @@ lint: $(STAMP)
 
 # constraints.txt pins what is tested (and torch to a version with small CPU wheels); pyproject.toml has the honest ranges.
 $(STAMP): pyproject.toml constraints.txt
+	@echo "setting up $(VENV): torch and what else constraints.txt pins, about 1 GB; a minute or two"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,etcd]'
 	touch $@

@@ -149,4 +149,6 @@ def _find(storage: Storage, root: str, step: int) -> tuple[str, Manifest]:
     try:
         return path, manifests.read(storage, path)
     except CorruptCheckpointError as exc:
-        raise CheckpointError(f"{path}: {exc}") from exc
+        others = sorted({e["step"] for e in list_checkpoints(root) if e["state"] == "committed"} - {step})
+        known = f"; committed are the steps {', '.join(map(str, others))}" if others else ""
+        raise CheckpointError(f"{path}: {exc}{known}") from exc

@@ -114,7 +114,7 @@ def _doctor(argv: Sequence[str]) -> int:
 def _status(options: argparse.Namespace) -> int:
     from elastic.cli_status import show_job, show_status
 
-    if options.rdzv_endpoint or options.rdzv_id:
+    if options.rdzv_endpoint:
         return show_job(options, os.environ)
     return show_status(os.environ, run_id=options.run_id, as_json=options.json, watch=options.watch)
 
@@ -181,9 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", description="Show what the agents of this host are doing.")
     status.add_argument("--json", action="store_true", help="the JSON of /status; a list when there are several agents")
     status.add_argument("--watch", action="store_true", help="show it again every second until interrupted")
-    status.add_argument("--run-id", metavar="JOB", help="only the agents of this job")
     status.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", help="ask etcd instead: the whole job --rdzv-id")
-    status.add_argument("--rdzv-id", metavar="JOB", help="the job to show, with --rdzv-endpoint")
     for name, text in (("ca", "CA certificate"), ("cert", "client certificate"), ("key", "its key"), ("user", "user")):
         status.add_argument(f"--etcd-{name}", metavar="NAME" if name == "user" else "FILE", help=f"etcd: {text}")
     status.set_defaults(handler=_status)
@@ -199,10 +197,15 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--out", type=Path, metavar="DIR", help="default: the job's --log-dir")
     profile.add_argument("--json", action="store_true", help="print JSON")
     profile.set_defaults(handler=_profile)
-    for command in (drain, profile):
+    for command in (status, drain, profile):
         command.add_argument(
-            "--run-id", metavar="JOB", help="the agent of this job, when there are several on this host"
+            "--rdzv-id",
+            "--run-id",
+            dest="run_id",
+            metavar="JOB",
+            help="the agent of this job, when there are several on this host",
         )
+    for command in (drain, profile):
         command.add_argument("--pid", type=int, metavar="PID", help="the agent with this process id")
 
     _add_checkpoint_actions(commands.add_parser("checkpoints", description="Look after a directory of checkpoints."))

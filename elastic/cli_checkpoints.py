@@ -24,6 +24,7 @@ def run_action(options: argparse.Namespace) -> int:
     if "://" not in directory and not Path(directory).is_dir():
         what = "is not a directory" if Path(directory).exists() else "does not exist"
         raise UsageError(f"checkpoint directory {directory!r} {what}")
+    _name_its_folder(options)
     catalog = own_checkpoints("catalog")  # under this name also when the working directory has a checkpoints.py
     try:
         code: int = _ACTIONS[options.action](catalog, options)
@@ -35,6 +36,18 @@ def run_action(options: argparse.Namespace) -> int:
         where = exc.filename or directory
         raise ElasticError(f"checkpoints {options.action}: {where}: {exc.strerror or exc}") from exc
     return code
+
+
+def _name_its_folder(options: argparse.Namespace) -> None:
+    """A path of one checkpoint means that one, where one is wanted. Raises: UsageError where all are."""
+    folder, _, name = options.directory.rstrip("/").rpartition("/")
+    manifests = own_checkpoints("manifest")
+    step = manifests.parse_step(name)
+    if step is None or not Path(options.directory, manifests.MANIFEST).exists():
+        return
+    if options.action not in ("show", "export") or options.step not in (None, step):
+        raise UsageError(f"{options.directory!r} is the checkpoint of step {step} alone: name its folder, {folder!r}")
+    options.directory, options.step = folder or ".", step
 
 
 def _list(catalog: Any, options: argparse.Namespace) -> int:

@@ -34,8 +34,8 @@ def show_status(environ: Mapping[str, str], *, run_id: str | None, as_json: bool
 
 def show_job(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """The whole job, from etcd. Raises: UsageError, StoreUnavailableError."""
-    if not (options.rdzv_endpoint and options.rdzv_id):
-        raise UsageError("--rdzv-endpoint and --rdzv-id need each other: which etcd, and which job in it")
+    if not options.run_id:
+        raise UsageError("--rdzv-endpoint says which etcd; --rdzv-id is missing: which job in it")
     from elastic.rendezvous.etcd_config import EtcdConfig, parse_endpoints
     from elastic.rendezvous.etcd_store import open_store
     from elastic.rendezvous.overview import job_overview
@@ -50,7 +50,7 @@ def show_job(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     )
     with contextlib.closing(open_store(config)) as store:
         while True:
-            status = job_overview(store, options.rdzv_id)
+            status = job_overview(store, options.run_id)
             print(json.dumps(status.to_json()) if options.json else render(status, None), flush=True)
             if not options.watch:
                 return int(ExitCode.SUCCEEDED)
@@ -75,7 +75,7 @@ def the_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | None
         return None
     if len(agents) > 1:
         names = ", ".join(f"{agent.status.run_id} (pid {agent.pid})" for agent in agents)
-        raise UsageError(f"several agents on this host: {names}; choose one by --run-id or --pid")
+        raise UsageError(f"several agents on this host: {names}; choose one by --rdzv-id or --pid")
     return agents[0]
 
 
@@ -119,8 +119,12 @@ def render(status: JobStatus, pid: int | None) -> str:
         f"job {status.run_id}: {status.state}{outcome}, round {status.round}, world size {status.world_size}, "
         f"from step {shown(status.base_step)}",
     ]
+    if status.cause:
+        lines += [f"round {status.round}: {status.cause}"]
     if pid is None:
         lines += [f"incarnation {status.incarnation}, restarts used: {status.restarts.used}"]
+        pages = "".join(f", {node.node_id} http://{node.http}/" for node in status.nodes if node.http)
+        lines += [f"steps, failures and incidents: `elasticd status` on a node, or its page{pages}"]
     else:
         lines += [
             f"node {status.node_id}, agent pid {pid}, incarnation {status.incarnation}",

@@ -232,7 +232,7 @@ def _add_worker_flags(parser: argparse.ArgumentParser) -> None:
     add("--memory-every", type=values.steps, metavar="N",
         help="Keep it each N steps; without it as often as costs 1 %% of the time at most.")  # fmt: skip
     add("--checkpoint-dir", metavar="DIR", help="Handed to the workers through the session.")
-    add("--checkpoint-every", type=values.interval, metavar="N|Ns", help="100 = steps, 30s = seconds.")
+    add("--checkpoint-every", type=values.interval, metavar="N|TIME", help="100 = steps; 30s, 5m = time.")
     add("--allow-fresh-start", action=_Switch, default=False,
         help="Begin at step 0 although there are checkpoints and none is good.")  # fmt: skip
     add("--http", type=values.address, default=("127.0.0.1", 9431), metavar="HOST:PORT",

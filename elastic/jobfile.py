@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from elastic import values
 from elastic.errors import UsageError
 
 if sys.version_info >= (3, 11):
@@ -112,7 +113,9 @@ def convert_text(name: str, text: str, option: argparse.Action) -> Any:
 
 
 def _expected(key: str, option: argparse.Action) -> tuple[str, tuple[type, ...]]:
-    if option.type is int or key == "lease_ttl":
+    if option.type in (values.seconds, values.whole_seconds):
+        return 'a number of seconds, or a time such as "10m"', (str, int, float)
+    if option.type is int:
         return "a whole number", (int,)
     if isinstance(option.default, float) or option.type is float:
         return "a number", (int, float)

@@ -87,6 +87,12 @@ class FailureStatus:
     message: str = ""
     log: str = ""
 
+    @property
+    def headline(self) -> str:
+        """What happened, in a line: "killed by SIGKILL", "exited: ValueError: no such file"."""
+        first = self.message.partition("\n")[0]
+        return first if first.startswith(self.reason) else f"{self.reason}: {first}" if first else self.reason
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentSeconds:
@@ -132,6 +138,7 @@ class JobStatus:
     last_failure: FailureStatus | None = None
     incidents: tuple[Incident, ...] = ()
     nccl: Mapping[str, str] = dataclasses.field(default_factory=dict)  # variables of the workers
+    cause: str = ""  # what the round answers, or what ended it
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars, in the order of the fields."""
@@ -159,6 +166,11 @@ class JobStatus:
             return _build(cls, {**raw, **parts})
         except (KeyError, TypeError, AttributeError) as exc:
             raise ValueError(f"not a job status: {type(exc).__name__}: {exc}") from exc
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _plain(value: Any) -> Any:

@@ -13,14 +13,17 @@ from typing import Any
 ETCD_PORT = 2379
 
 _LONGEST_SECONDS = 365 * 86400  # what is longer no clock of the system's may be able to wait for
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_WITH_UNIT = re.compile(rf"(\d+(?:\.\d+)?|\.\d+) ?({'|'.join(_UNITS)})", re.ASCII)
 
 
 def seconds(text: str) -> float:
-    """A time in seconds; fractions are fine, below zero and endless are not."""
+    """A time: seconds, or with a unit (`500ms`, `90s`, `10m`, `2h`, `1d`); below zero and endless are refused."""
+    timed = _WITH_UNIT.fullmatch(text.strip())
     try:
-        value = float(text)
+        value = float(timed[1]) * _UNITS[timed[2]] if timed else float(text)
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not a number of seconds") from None
+        raise ArgumentTypeError(f"{text!r} is not a number of seconds, nor a time such as 90s, 10m, 2h") from None
     if not math.isfinite(value) or value < 0:
         raise ArgumentTypeError(f"{text!r} must be a finite number of seconds, 0 or more")
     if value > _LONGEST_SECONDS:
@@ -29,14 +32,11 @@ def seconds(text: str) -> float:
 
 
 def whole_seconds(text: str) -> int:
-    """etcd grants leases by the second."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} must be whole seconds (etcd's grain), such as 5") from None
-    if value > _LONGEST_SECONDS:
-        raise ArgumentTypeError(f"{text!r} must be at most {_LONGEST_SECONDS} seconds, a year")
-    return value
+    """As `seconds`, but etcd grants leases by the second."""
+    value = seconds(text)
+    if not value.is_integer():
+        raise ArgumentTypeError(f"{text!r} must be whole seconds (etcd's grain), such as 5")
+    return int(value)
 
 
 def node_range(text: str) -> tuple[int, int]:
@@ -51,13 +51,14 @@ def node_range(text: str) -> tuple[int, int]:
 
 
 def interval(text: str) -> str:
-    """`100` = every 100 steps, `30s` or `0.5s` = every so many seconds. Kept as text; the session reads it."""
-    match = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?|\.\d+)s", text.strip(), re.ASCII)
-    if match is None:
-        raise ArgumentTypeError(f"{text!r} is neither a number of steps (100) nor a time (30s)")
-    if float(match[1] or match[2]) == 0:
+    """`100` = every 100 steps, a time with its unit = every so long. Given back as `100` or `30s`, for the session."""
+    counted, timed = re.fullmatch(r"\d+", text.strip(), re.ASCII), _WITH_UNIT.fullmatch(text.strip())
+    if counted is None and timed is None:
+        raise ArgumentTypeError(f"{text!r} is neither a number of steps (100) nor a time (30s, 5m)")
+    value = int(text) if counted else seconds(text)
+    if value == 0:
         raise ArgumentTypeError(f"{text!r} must be more than 0; leave it out for no checkpoints")
-    return text.strip()
+    return f"{value}" if counted else f"{value:.9g}s"
 
 
 def steps(text: str) -> int:

@@ -170,7 +170,7 @@ class Agent(ElasticAgent):
                 break
         else:
             self._mailbox.wake()
-        self._story.look_for_recovery()
+        self._story.look_for_progress()
         self._prepare()
         for event in events:
             if isinstance(event, Request):
@@ -197,7 +197,7 @@ class Agent(ElasticAgent):
             elif isinstance(event, Readable) and event.key == guards.KEY:
                 self._guard.replace()
         for worker in ended:
-            logger.info("round %d: rank %d ended with %s", self._crew.round, worker.plan.rank, worker.exit_code)
+            logger.info("round %d: rank %d has ended: %s", self._crew.round, worker.plan.rank, worker.how_it_ended)
         if ended:
             self._cover()
         failed = [worker for worker in ended if worker in self._crew.failed]

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from elastic.agent.hang import Verdict
 from elastic.agent.hints import hint_for
 from elastic.agent.oom import oom_kills
-from elastic.agent.workers import Worker
+from elastic.agent.workers import Worker, signal_name
 from elastic.status import FailureStatus
 
 _LOG_LINES = 20
@@ -102,7 +102,7 @@ def describe(worker: Worker, node_id: str, oom_kills_before: int) -> FailureStat
     was_oom = oom_kills() > oom_kills_before
     reason, name, hint = "exited", None, hint_for(message)
     if code < 0:
-        reason, name = "killed", _signal_name(-code)
+        reason, name = "killed", signal_name(-code)
         message = message or f"killed by {name}"
         if -code == signal.SIGKILL and was_oom:
             reason, message, hint = "out of memory", "killed by the kernel's OOM killer", _OOM_HINT
@@ -127,10 +127,3 @@ def describe_hung(verdict: Verdict, workers: Sequence[Worker], node_id: str) -> 
     return FailureStatus(
         rank=verdict.rank, node_id=node_id, reason="hung", message=verdict.message, log=last_lines(*logs)
     )
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

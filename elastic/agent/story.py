@@ -16,7 +16,7 @@ from elastic.agent.incidents import Incidents
 from elastic.errors import ExitCode
 from elastic.rendezvous.membership import Breakage, View
 from elastic.rendezvous.round import Phase, Round
-from elastic.status import FailureStatus, Incident
+from elastic.status import FailureStatus, Incident, plural
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ class Story:
         self._crew = crew
         self._incidents = Incidents()
         self._fenced_by = ""
+        self._told_round = 0  # the last one whose beginning was told
         self._places: dict[repeats.Place, int] = {}
         self.last_failure: FailureStatus | None = None
         self.failures: dict[int, ProcessFailure] = {}  # of the last round that failed, by rank: torch's contract
@@ -90,7 +91,7 @@ class Story:
         self.last_failure = failure
         self.failures = failures.for_torch(self._crew.failed)
         who = f"node {node_id}" if failure.rank is None else f"rank {failure.rank}"
-        summary = f"{who} {failure.reason}: {failure.message.splitlines()[0]}"
+        summary = f"{who} {failure.headline}"
         logger.error("round %d: %s%s", self._crew.round, summary, _details(failure))
         self._incidents.name(summary)
         do_not_retry = any(view.exit_code == ExitCode.DO_NOT_RETRY for view in failed)
@@ -121,16 +122,22 @@ class Story:
         )
         return dataclasses.replace(failure, message="\n".join(lines)), True
 
-    def look_for_recovery(self) -> None:
-        """Close the incident once every local worker has applied a new step."""
-        incident = self._incidents.observe([worker.progress for worker in self._crew.workers.all])
+    def look_for_progress(self) -> None:
+        """Tell where training begins; close the incident once every local worker has applied a new step."""
+        reports = [worker.progress for worker in self._crew.workers.all]
+        if self._told_round != self._crew.round and reports and all(report.in_loop for report in reports):
+            self._told_round, step = self._crew.round, reports[0].base_step
+            logger.info(
+                "round %d: training %s", self._crew.round, f"goes on after step {step}" if step > 0 else "begins"
+            )
+        incident = self._incidents.observe(reports)
         if incident is not None:
             logger.info(
                 "round %d: recovered in %.2f s (%s)%s",
                 incident.round,
                 incident.seconds.total or 0.0,
                 incident.cause,
-                "" if incident.lost_steps is None else f", {incident.lost_steps} steps repeated",
+                "" if incident.lost_steps is None else f", {plural(incident.lost_steps, 'step')} repeated",
             )
 
     def incidents(self) -> tuple[Incident, ...]:

@@ -24,6 +24,7 @@ from elastic.status import (
     WaitingStatus,
     WorkerState,
     WorkerStatus,
+    plural,
 )
 
 _SESSION_SECONDS = 10.0  # a worker without a session by then is a plain script: it counts as running
@@ -55,6 +56,7 @@ def job_status(facts: Facts) -> JobStatus:
         node_id=view.node_id or config.node_id,
         state=job_state(facts),
         round=formed.number if formed else 0,
+        cause=formed.cause if formed else "",
         base_step=next((w.progress.base_step for w in facts.workers if w.progress.in_loop), None),
         world_size=formed.world_size if formed else 0,
         outcome=facts.finished,
@@ -140,7 +142,7 @@ def _known(step: int) -> int | None:
 
 def headline(status: JobStatus) -> str:
     """One line for `systemctl status`: state, round, world size, step, why it waits, the last failure."""
-    parts = [f"{status.state}: {_plural(status.world_size, 'rank')} on {_plural(len(status.nodes), 'node')}"]
+    parts = [f"{status.state}: {plural(status.world_size, 'rank')} on {plural(len(status.nodes), 'node')}"]
     if status.round:
         parts.append(f"round {status.round}")
     steps = [worker.step for worker in status.workers if worker.step is not None]
@@ -151,12 +153,8 @@ def headline(status: JobStatus) -> str:
     parts += [f"{node.node_id} waits: {node.reason}" for node in status.waiting]
     if (failure := status.last_failure) is not None:
         who = failure.node_id if failure.rank is None else f"rank {failure.rank}"
-        parts.append(f"last failure: {' '.join([who, failure.reason, *failure.message.splitlines()[:1]])}")
+        parts.append(f"last failure: {who} {failure.headline}")
     return ", ".join(parts)
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def why_draining(view: View, *, asked: bool) -> str:

@@ -125,6 +125,14 @@ class Worker:
     def is_alive(self) -> bool:
         return self.exit_code is None
 
+    @property
+    def how_it_ended(self) -> str:
+        """For the log; only once it has."""
+        if self.stopped_by_us:
+            return "stopped by the agent"
+        code = self.exit_code or 0
+        return signal_name(-code) if code < 0 else f"exit code {code}"
+
     def reap(self) -> None:
         """Take the exit code; called when the pidfd is readable.
 
@@ -241,6 +249,14 @@ class Workers:
         """All are gone: their blocks and descriptors are given back."""
         for worker in self.all:
             worker.close()
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL`; real-time signals have a number alone."""
+    try:
+        return Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def adopt_orphans() -> None:

@@ -48,7 +48,8 @@ def check_memory(host: Host, processes: int) -> Iterator[Finding]:
     need = processes * _WORKER_BYTES
     of = f"of control group {where}" if limit is not None and limit < total else "of this host"
     message = (
-        f"{allowed / 1e9:.1f} GB {of}; {processes} processes of torch take about {need / 1e9:.1f} GB without a model"
+        f"{allowed / 1e9:.1f} GB {of}; agent, workers and standbys ({processes} processes) take about "
+        f"{need / 1e9:.1f} GB without a model"
     )
     if allowed < need:
         remedy = "raise MemoryMax= or --memory" if "group" in of else "--no-standby, or fewer workers"

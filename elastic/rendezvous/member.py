@@ -26,6 +26,7 @@ from elastic.rendezvous.store import Store, boottime
 logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_SECONDS = 60.0
+_SILENT_SECONDS = 2.0  # then the store is said to be away, and nobody who leaves waits for it
 _JOIN_SECONDS = 30.0
 
 
@@ -47,7 +48,8 @@ class Member:
         self._join_timeout_seconds = join_timeout_seconds
         self._clock = clock
         self._wakeup = threading.Event()
-        self._is_closing = False
+        self._closes_at: float | None = None  # when the thread ends at the latest; None: it is to go on
+        self._is_silence_told = False
         self._on_change: Callable[[], None] = lambda: None
         self._participant = Participant(
             store=store,
@@ -119,15 +121,18 @@ class Member:
         return allowed if keeper is None else min(allowed, self._clock() + keeper.fence() - boottime())
 
     def close(self) -> None:
-        """Let go of the lease, if the store answers soon, and end the thread."""
-        if self._is_closing:
+        """Let go of the lease, if the store answers soon, and end the thread. What is not given back ends by itself."""
+        if self._closes_at is not None:
             return
         self._on_change = lambda: None
         self._participant.post(self._participant.leave)
-        self._is_closing = True
+        now = self._clock()
+        is_silent = self._away_seconds(self._shown, now) > _SILENT_SECONDS
+        patience = _SILENT_SECONDS if is_silent else float(self._settings.ttl_seconds)
+        self._closes_at = now + patience
         self._wakeup.set()
         if self._thread.is_alive():
-            self._thread.join(self._settings.ttl_seconds)
+            self._thread.join(patience)
             self._store.close()  # a call that still hangs fails now
             self._thread.join(_JOIN_SECONDS)
         else:
@@ -136,16 +141,16 @@ class Member:
     # The thread.
 
     def _run(self) -> None:
-        participant, deadline = self._participant, None
+        participant = self._participant
         try:
             while True:
                 self._wakeup.clear()
                 due = participant.work()
                 self._show(participant.state)
-                if self._is_closing:
-                    deadline = deadline or self._clock() + self._settings.ttl_seconds
-                    if participant.state.has_left or participant.state.error or self._clock() >= deadline:
-                        break
+                self._tell_of_silence()
+                state, closes_at = participant.state, self._closes_at
+                if closes_at is not None and (state.has_left or state.error or self._clock() >= closes_at):
+                    break
                 pause = _LONGEST_WAIT_SECONDS if due is None else max(0.0, due - self._clock())
                 self._wakeup.wait(min(pause, _LONGEST_WAIT_SECONDS))
         except Exception as exc:  # the top of a thread: its failure reaches the agent
@@ -159,6 +164,24 @@ class Member:
         before, self._shown = self._shown, state
         if dataclasses.replace(state, answered_at=before.answered_at) != before:
             self._on_change()
+
+    def _tell_of_silence(self) -> None:
+        """A warning when the store has been away for a moment, and a word when it is back."""
+        trouble, node_id = self._participant.trouble, self._settings.node.node_id
+        away = self._away_seconds(self._shown, self._clock())
+        if trouble and away > _SILENT_SECONDS and not self._is_silence_told:
+            self._is_silence_told = True
+            logger.warning(
+                "node %s: etcd has not answered for %.0f s (%s): it is tried until --join-timeout (%g s) is over; "
+                "check its servers, --rdzv-endpoint",
+                node_id,
+                away,
+                trouble,
+                self._join_timeout_seconds,
+            )
+        elif not trouble and self._is_silence_told:
+            self._is_silence_told = False
+            logger.info("node %s: etcd answers again", node_id)
 
     # What the time alone says.
 

@@ -42,6 +42,7 @@ def job_overview(store: Store, run_id: str) -> JobStatus:
         node_id="",
         state=_state(current, nodes),
         round=current.number if current else 0,
+        cause=current.cause if current else "",
         world_size=current.world_size if current else 0,
         outcome=_outcome(current),
         nodes=_members(current, nodes),

@@ -106,6 +106,7 @@ class Participant:
         self._must_read = True  # `round` and `leader`
         self._read_at = 0.0
         self._failed = 0  # passes in a row that the store let down
+        self.trouble = ""  # what the last of them met; empty: none did
         self._short_since: float | None = None
         self._mismatch = Mismatch(
             run_id=keys.run_id, mine=settings.rules.settings, patience_seconds=settings.ttl_seconds + 1
@@ -174,7 +175,7 @@ class Participant:
         if not self._has_left and self._error is None:
             try:
                 due = self._pass(now)
-                self._failed = 0
+                self._failed, self.trouble = 0, ""
                 self._answered_at = self._clock()
             except LeaseGoneError:
                 self._lose()
@@ -202,6 +203,7 @@ class Participant:
     def _retry(self, now: float, why: str) -> float:
         """Come again after a pause, and believe nothing that was known before."""
         self._failed += 1
+        self.trouble = why
         self._must_read = True
         if self._failed == 1:
             logger.info("node %s: reading everything again: %s", self._own.node.node_id, why)

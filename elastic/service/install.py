@@ -97,15 +97,17 @@ class Installer:
                 self._say(f"same  {place}")
             elif found is State.EDITED:
                 beside = place.with_name(place.name + NEW)
-                self._put(beside, file)
                 self._say(f"kept  {place}: it was edited; ours is beside it: mv {beside} {place}")
+                self._put(beside, file)
             else:
-                self._put(place, file)
                 self._say(f"{'wrote' if found is State.MISSING else 'new  '} {place}")
+                self._put(place, file)
         return changed
 
     def _put(self, place: Path, file: File) -> None:
         if self._dry_run:
+            for line in stamped(file.text).splitlines():
+                self._say(f"      | {line}".rstrip())
             return
         partial = place.with_name(f".{place.name}.{os.getpid()}")
         try:

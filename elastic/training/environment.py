@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+from argparse import ArgumentTypeError
 from collections.abc import Mapping
 
+from elastic import values
 from elastic.errors import UsageError
 from elastic.progress import ENVIRONMENT_KEY as PROGRESS_KEY
 
@@ -19,20 +20,16 @@ class Every:
 
 
 def parse_every(text: str | int, *, name: str) -> Every:
-    """`100` = steps, `30s` or `0.5s` = time.
+    """`100` = steps; `30s`, `0.5s` or `5m` = time.
 
     Raises:
         UsageError: anything else; `name` says which setting it was.
     """
-    word = str(text).strip()
     try:
-        every = Every(seconds=float(word[:-1])) if word.endswith("s") else Every(steps=int(word))
-        amount = every.seconds if every.steps is None else float(every.steps)
-        if isinstance(text, bool) or amount is None or not math.isfinite(amount) or amount <= 0:
-            raise ValueError(word)
-    except ValueError:
+        word = values.interval(str(text))
+    except ArgumentTypeError:
         raise UsageError(f"{name} is {text!r}; give a number of steps as 100, or a time as 30s") from None
-    return every
+    return Every(seconds=float(word[:-1])) if word.endswith("s") else Every(steps=int(word))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -247,8 +247,7 @@ class Saver:
     def _on_sealed(self, sealed: Sealed) -> None:
         """Called by the memory tier's thread."""
         self._seal_seconds = sealed.seal_seconds
-        self._session.note(memory_step=sealed.step, memory_unix_time=sealed.unix_time)
-        self._session.count(memory_bytes_total=sealed.bytes)
+        self._session.sealed(sealed)
 
     def _on_result(self, result: CommitResult) -> None:
         """Called by the manager's thread on every rank."""

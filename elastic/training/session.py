@@ -25,7 +25,8 @@ with:
 
 For checkpoints in memory, which a killed worker's successor goes on from, hand the manager
 
-    memory=MemoryTier(session.memory_dir, local_rank=session.memory_rank, local_world_size=session.local_world_size)
+    memory=MemoryTier(session.memory_dir, local_rank=session.memory_rank, local_world_size=session.local_world_size,
+                      on_sealed=session.sealed)
 
 where `session.memory_dir` is not None, call `checkpoints.settle()` before `begin_agree`, and `checkpoints.keep(step,
 state())` after each step that is not saved.
@@ -72,6 +73,17 @@ class CommitResultLike(Protocol):
     def stall_seconds(self) -> float: ...
     @property
     def write_seconds(self) -> float: ...
+    @property
+    def unix_time(self) -> float: ...
+
+
+class SealedLike(Protocol):
+    """What is asked of a `checkpoints.memory.Sealed`."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
     @property
     def unix_time(self) -> float: ...
 
@@ -288,6 +300,11 @@ class Session:
             checkpoint_write_seconds_total=result.write_seconds,
         )
         self._observe({"checkpoint_stall": result.stall_seconds, "checkpoint_write": result.write_seconds})
+
+    def sealed(self, share: SealedLike) -> None:
+        """Tell the agent which step is whole in memory: `MemoryTier(..., on_sealed=session.sealed)`. Any thread."""
+        self.note(memory_step=share.step, memory_unix_time=share.unix_time)
+        self.count(memory_bytes_total=share.bytes)
 
     def leave_group(self) -> None:
         """Called before `torch.distributed.destroy_process_group`."""

@@ -77,7 +77,7 @@ class TrainerConfig:
 
     # Checkpoints. What the operator says on the command line (--checkpoint-dir, --checkpoint-every) wins.
     checkpoint_dir: str | None = None
-    checkpoint_every: str | int | None = None  # steps, or time as "30s"
+    checkpoint_every: str | int | None = None  # steps, or time as "30s", "5m"
     checkpoint_keep_last: int = 3
     checkpoint_keep_every: int | None = None  # also keep each checkpoint whose step divides by this
     commit_timeout_seconds: float = 600.0

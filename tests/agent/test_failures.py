@@ -15,12 +15,12 @@ from tests.agent.quick import FOREVER, PAIR, QUICK, TRAINER
 from tests.support.job import run_to_end, running, wait_for, write
 
 FAULTS = [  # what rank 1 does in one attempt after the other, and how it is told
-    ("print('first words', flush=True); os._exit(3)", "rank 1 exited: exited with 3"),
+    ("print('first words', flush=True); os._exit(3)", "rank 1 exited with 3"),
     ("raise ValueError('boom')", "rank 1 exited: ValueError: boom"),
-    ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 killed: killed by SIGKILL"),
-    ("ctypes.string_at(0)", "rank 1 killed: killed by SIGSEGV"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 killed by SIGKILL"),
+    ("ctypes.string_at(0)", "rank 1 killed by SIGSEGV"),
     ("import a_module_that_is_not_there", "rank 1 exited: ModuleNotFoundError: No module named"),
-    ("sys.exit('done for')", "rank 1 exited: exited with 1"),
+    ("sys.exit('done for')", "rank 1 exited with 1"),
 ]
 FAILING = """
 import ctypes, os, pathlib, signal, sys, time
@@ -127,7 +127,7 @@ def test_a_damaged_error_file_is_no_obstacle_to_the_next_round(tmp_path: Path) -
     )
     code, output = run_to_end(tmp_path, *QUICK, "--max-restarts", str(len(DAMAGED)), "script.py")
     assert code == 0, output
-    assert re.findall(r" ERROR \S+ round (\d+): rank 0 exited: exited with 3", output) == ["1", "2", "3", "4", "5"]
+    assert re.findall(r" ERROR \S+ round (\d+): rank 0 exited with 3", output) == ["1", "2", "3", "4", "5"]
 
 
 BLOCKS = """

@@ -76,9 +76,9 @@ def test_every_kind_of_failing_worker_is_recovered_from_exactly(tmp_path: Path, 
     for words in (
         "rank 1 exited: ImportError: broken at import",
         "rank 1 exited: ValueError: broken at a step",
-        "rank 1 killed: killed by SIGKILL",
+        "rank 1 killed by SIGKILL",
         "cannot be read",
-        "rank 1 killed: killed by SIGSEGV",
+        "rank 1 killed by SIGSEGV",
     ):
         assert words in output
     assert_same_end(tmp_path, undisturbed)

@@ -37,6 +37,19 @@ def test_under_the_agent_it_saves_drains_and_goes_on(tmp_path: Path, script: Pat
     assert (tmp_path / "ckpt" / "step-000000000200" / "manifest.json").exists(), "the end is kept as well"
 
 
+def test_a_killed_worker_is_replaced_at_the_newest_step(tmp_path: Path, script: Path) -> None:
+    slow = script.read_text().replace("optimizer.zero_grad()", "optimizer.zero_grad(); __import__('time').sleep(0.05)")
+    script.write_text(slow)
+    agent = ("--http", "127.0.0.1:0", "--checkpoint-dir", "ckpt", "--checkpoint-every", "1000")
+    with running(tmp_path, *agent, "--nproc-per-node", "2", str(script)) as job:
+        status = job.wait_status(lambda s: (s["checkpoint"]["memory_step"] or 0) >= 20)
+        os.kill(status["workers"][1]["pid"], signal.SIGKILL)
+        assert job.wait_status(lambda s: s["round"] == 2 and s["base_step"] is not None)["base_step"] >= 20
+        status = job.wait_status(lambda s: s["incidents"] and s["incidents"][0]["lost_steps"] is not None)
+        assert status["incidents"][0]["lost_steps"] <= 1
+        assert job.wait() == 0, job.output
+
+
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
 def test_without_the_agent_it_runs_too(tmp_path: Path, script: Path, launcher: tuple[str, ...]) -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

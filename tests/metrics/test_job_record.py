@@ -13,7 +13,7 @@ from elastic.status import Incident, IncidentSeconds, JobStatus, WorkerStatus
     ("cause", "reason"),
     [
         ("rank 3 exited: ValueError: lost my way", "worker_failed"),
-        ("rank 0 killed: killed by SIGKILL", "worker_failed"),
+        ("rank 0 killed by SIGKILL", "worker_failed"),
         ("rank 1 out of memory: killed by the kernel's OOM killer: give the host more memory", "out_of_memory"),
         ("rank 1 exited: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "out_of_memory"),
         ("rank 2 hung: no progress for 30 s in data", "hung"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -402,6 +403,27 @@ def test_a_store_away_for_longer_than_the_join_timeout_is_an_error(cut: tuple[Jo
     job.until(all_run([a]))
     stores[0].available = False
     job.until(lambda: isinstance(a.view.error, StoreGoneError))
+
+
+def test_an_outage_is_told_once_with_its_remedy_and_nobody_who_leaves_waits_for_its_end(
+    cut: tuple[Job, list[FakeStore]], caplog: pytest.LogCaptureFixture
+) -> None:
+    job, stores = cut
+    caplog.set_level(logging.INFO, logger="elastic")
+    a = job.start("a", join_timeout=50.0)
+    job.until(all_run([a]))
+    stores[0].available = False
+    job.until(lambda: "etcd has not answered for" in caplog.text)
+    time.sleep(1.0)  # several attempts more
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING and "etcd" in record.msg]
+    assert "--join-timeout (50 s) is over; check its servers, --rdzv-endpoint" in warning.getMessage()
+    stores[0].available = True
+    job.until(lambda: "etcd answers again" in caplog.text)
+    stores[0].available = False
+    job.until(lambda: caplog.text.count("etcd has not answered for") == 2)
+    began = time.monotonic()
+    a.member.close()
+    assert time.monotonic() - began < 5.0, "it waits a moment, not for as long as the lease"
 
 
 def test_a_node_that_joins_and_is_lost_again_and_again_has_to_wait(cut: tuple[Job, list[FakeStore]]) -> None:

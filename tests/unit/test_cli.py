@@ -193,7 +193,7 @@ def test_watch_ends_with_the_agent(environ: dict[str, str], start_agent: Any) ->
 
 def test_drain_asks_the_one_agent_that_is_meant(elasticd: Any, start_agent: Any) -> None:
     first, second = start_agent("a"), start_agent("b")
-    assert_one_line(elasticd("drain"), 2, "several agents .*--run-id or --pid")
+    assert_one_line(elasticd("drain"), 2, "several agents .*--rdzv-id or --pid")
     assert first.poll() is None
     done = elasticd("drain", "--run-id", "a")
     assert (done.returncode, done.stdout) == (0, f"asked agent {first.pid} of job a to drain\n")
@@ -284,6 +284,15 @@ def test_a_step_that_is_not_there_is_one_line(elasticd: Any, checkpoint_dir: Pat
     assert_one_line(elasticd("checkpoints", "show", "ckpt", "--step", "7"), 1, "step-000000000007")
     assert_one_line(elasticd("checkpoints", "export", "ckpt", "x", "--step", "7"), 1, "step-000000000007")
     assert_one_line(elasticd("checkpoints", "show", "."), 1, "no committed checkpoint")
+    assert_one_line(elasticd("checkpoints", "show", "ckpt", "--step", "7"), 1, "committed are the steps 10, 20, 30, 40")
+
+
+def test_the_path_of_one_checkpoint_means_that_one(elasticd: Any, checkpoint_dir: Path) -> None:
+    one = "ckpt/step-000000000020"
+    assert json.loads(elasticd("checkpoints", "show", one, "--json").stdout)["step"] == 20
+    assert json.loads(elasticd("checkpoints", "export", f"{one}/", "x", "--json").stdout)["step"] == 20
+    assert_one_line(elasticd("checkpoints", "list", one), 2, "the checkpoint of step 20 alone: name its folder, 'ckpt'")
+    assert_one_line(elasticd("checkpoints", "show", one, "--step", "30"), 2, "step 20 alone")
 
 
 def test_an_empty_directory_has_no_checkpoints(elasticd: Any) -> None:

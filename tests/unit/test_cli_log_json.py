@@ -28,7 +28,7 @@ def formatted(message: str, *args: object, exc_info: Any = None) -> dict[str, An
 @pytest.mark.parametrize(
     ("message", "named"),
     [
-        ("round 3: rank 1 ended with -9", {"round": 3, "rank": 1}),
+        ("round 3: rank 1 has ended: SIGKILL", {"round": 3, "rank": 1}),
         ("run=x round=2 rank=0 step=17 training begins", {"round": 2, "rank": 0, "step": 17}),
         ("received SIGTERM", {}),
         ("round 2: it failed\n    rank 7 said step 9", {"round": 2}),

@@ -68,6 +68,12 @@ FLAGS: list[tuple[list[str], str, Any]] = [
     (["--node-id", "n1"], "node_id", "n1"),
     (["--lease-ttl", "2"], "lease_ttl_seconds", 2),
     (["--lease_ttl", "2"], "lease_ttl_seconds", 2),
+    (["--lease-ttl", "1m"], "lease_ttl_seconds", 60),
+    (["--drain-grace", "10m"], "drain_grace_seconds", 600.0),
+    (["--settle", "500 ms"], "settle_seconds", 0.5),
+    (["--hang-timeout", "2h"], "hang_timeout_seconds", 7200.0),
+    (["--checkpoint-dir", "c", "--checkpoint-every", "1.5m"], "checkpoint_every", "90s"),
+    (["--checkpoint-dir", "c", "--checkpoint-every", "0.5s"], "checkpoint_every", "0.5s"),
     (["--drain-grace", "0.5"], "drain_grace_seconds", 0.5),
     (["--settle", "0"], "settle_seconds", 0.0),
     (["--no-standby"], "standby", False),
@@ -183,7 +189,7 @@ def test_switches_are_set_by_variables() -> None:
 
 def test_a_job_file_can_say_everything(work_directory: Path) -> None:
     path = job_file(
-        'script = "train.py"\nargs = ["--lr", "0.1"]\nnproc_per_node = 2\nlease_ttl = 3\ndrain_grace = 1.5\n'
+        'script = "train.py"\nargs = ["--lr", "0.1"]\nnproc_per_node = 2\nlease_ttl = "3s"\ndrain_grace = 1.5\n'
         'http = "[::1]:0"\npreload = ["json", "csv"]\ncheckpoint_dir = "ckpt"\ncheckpoint_every = 100\ntee = 3\n'
         'local_ranks_filter = [0, 1]\nduplicate_stdout_filters = ["a,b"]\nmemory_checkpoints = false\nusr1 = "drain"\n'
     )
@@ -320,7 +326,7 @@ WRONG: list[tuple[list[str], str]] = [
     ([*ETCD, "--etcd-ca", "gone.pem", "train.py"], r"--etcd-ca=gone\.pem does not exist"),
     ([*ETCD, "--etcd-user", "u", "train.py"], "--etcd-user=u .*ELASTICD_ETCD_PASSWORD"),
     (["--checkpoint-every", "100", "train.py"], "--checkpoint-every=100 needs --checkpoint-dir"),
-    (["--checkpoint-dir=c", "--checkpoint-every", "5m", "train.py"], "'5m' is neither a number of steps"),
+    (["--checkpoint-dir=c", "--checkpoint-every", "5x", "train.py"], "'5x' is neither a number of steps"),
     (["--checkpoint-dir=c", "--checkpoint-every", "0", "train.py"], "'0' must be more than 0"),
     (["--checkpoint-dir=c", "--checkpoint-every", "0.0s", "train.py"], "must be more than 0"),
     (["--checkpoint-dir", "file", "train.py"], "--checkpoint-dir=file is a file"),
@@ -365,8 +371,9 @@ WRONG_FILES: list[tuple[bytes, str]] = [
     (b"max_restarts = 1.5", "max_restarts = 1.5 must be a whole number"),
     (b"max_restarts = true", "max_restarts = True must be a whole number"),
     (b"max_restarts = -1", r"max_restarts = -1 in job\.toml must be 0 or more"),
-    (b"lease_ttl = 2.5", "lease_ttl = 2.5 must be a whole number"),
-    (b"settle = '1'", "settle = '1' must be a number"),
+    (b"lease_ttl = 2.5", "lease_ttl = 2.5: '2.5' must be whole seconds"),
+    (b"settle = 'x'", "settle = 'x': 'x' is not a number of seconds, nor a time such as 90s"),
+    (b"settle = true", "settle = True must be a number of seconds, or a time"),
     (b"settle = nan", "settle = nan: 'nan' must be a finite"),
     (b"standby = 1", "standby = 1 must be true or false"),
     (b"role = 3", "role = 3 must be a string"),

@@ -47,6 +47,7 @@ FULL = JobStatus(
         ),
     ),
     nccl={"NCCL_ALGO": "Ring"},
+    cause="rank 1 killed by SIGKILL",
 )
 
 AS_JSON: dict[str, Any] = {
@@ -101,6 +102,7 @@ AS_JSON: dict[str, Any] = {
         }
     ],
     "nccl": {"NCCL_ALGO": "Ring"},
+    "cause": "rank 1 killed by SIGKILL",
 }
 EMPTY = JobStatus(run_id="train", incarnation="", node_id="n0", state="joining")
 

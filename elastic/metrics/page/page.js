@@ -86,7 +86,7 @@
     const failure = status.last_failure;
     if (status.outcome === "succeeded") return ["ok", "Finished", "Trained to the end."];
     if (status.outcome === "drained") return ["quiet", "Drained", "The stop step is saved. Run it again to go on."];
-    return ["bad", "Failed", failure ? `${who(failure)} ${failure.reason}: ${failure.message.split("\n")[0]}` : "The job has ended; the agent's log says why."];
+    return ["bad", "Failed", failure ? `${who(failure)} ${headline(failure)}` : "The job has ended; the agent's log says why."];
   }
 
   function recovered(incident) {
@@ -95,11 +95,14 @@
     return `${brief(incident.cause)}, ${agoText(incident.time)}. ${back}${lost}.`;
   }
 
-  const plain = (cause) => cause.replace(/ killed: killed by /, " killed by ");
-  const sentence = (cause) => (cause ? plain(cause[0].toUpperCase() + cause.slice(1)) : "Something happened");
+  const sentence = (cause) => (cause ? cause[0].toUpperCase() + cause.slice(1) : "Something happened");
   const brief = (cause) => { // for a sentence to go on after it
     const text = sentence(cause).replace(/[.\s]+$/, "");
     return text.length > 140 ? `${text.slice(0, 139)}…` : text;
+  };
+  const headline = (failure) => { // as FailureStatus.headline
+    const first = failure.message.split("\n")[0];
+    return first.startsWith(failure.reason) ? first : first ? `${failure.reason}: ${first}` : failure.reason;
   };
   const who = (failure) => (failure.rank === null ? failure.node_id : `Rank ${failure.rank} on ${failure.node_id}`);
 
