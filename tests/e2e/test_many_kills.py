@@ -80,7 +80,7 @@ def test_thirty_random_kills_cost_a_step_each_at_most_and_leave_nothing_behind(t
             kill_one(job, draw)
         after = wait_for(lambda: held if (held := rested(job)) == before else None, what=f"again {before}")
         assert job.wait(300) == 0, job.output
-        repeated = [int(number) for number in re.findall(r"(\d+) steps repeated", job.output)]
+        repeated = [int(number) for number in re.findall(r"(\d+) steps? repeated", job.output)]
     assert after == before
     code, output = run_to_end(straight, *arguments(straight), seconds=200)
     assert code == 0, output

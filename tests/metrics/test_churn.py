@@ -15,9 +15,9 @@ import pytest
 from tests.agent.test_metrics import port_of
 from tests.e2e.test_many_nodes import Nodes
 from tests.metrics.test_dashboards import exported
-from tests.metrics.test_prometheus import Prometheus, prometheus
 from tests.support.etcd import etcd_cluster
 from tests.support.job import wait_for
+from tests.support.prometheus import Prometheus, prometheus
 
 pytestmark = [
     pytest.mark.slow,

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import shutil
-import socket
-import subprocess
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from elastic.metrics import dashboards
 from elastic.metrics.server import StatusServer, bind_tcp
 from elastic.metrics.site import Site
 from elastic.metrics.site import target as target_of
@@ -26,74 +17,11 @@ from elastic.status import Incident, IncidentSeconds
 from tests.metrics.support import Node
 from tests.metrics.test_dashboards import exported, panels
 from tests.support.job import wait_for
+from tests.support.prometheus import Prometheus, prometheus, static
 
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus (Debian) is not on PATH")
 
 NOT_HERE = ("elasticd_gpu_", "elasticd_memory_shared_bytes")  # no GPU, and no folder of an agent's
-
-
-class Prometheus:
-    def __init__(self, port: int) -> None:
-        self.port = port
-
-    def query(self, expression: str) -> list[dict[str, Any]]:
-        """The samples of an instant query; fails on one that Prometheus refuses."""
-        target = f"http://127.0.0.1:{self.port}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
-        try:
-            with urllib.request.urlopen(target, timeout=10) as response:
-                found: list[dict[str, Any]] = json.load(response)["data"]["result"]
-                return found
-        except urllib.error.HTTPError as exc:
-            if exc.code == 503:  # it is still starting
-                raise
-            raise AssertionError(f"{expression}: {exc.read().decode()}") from exc
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def static(ports: list[int]) -> dict[str, Any]:
-    return {"static_configs": [{"targets": [f"127.0.0.1:{port}" for port in ports]}]}
-
-
-@contextlib.contextmanager
-def prometheus(folder: Path, scrape: dict[str, Any], *, agents: int) -> Iterator[Prometheus]:
-    """With our rules, once it scrapes that many agents."""
-    folder.mkdir(exist_ok=True)
-    dashboards.write(folder)
-    config = {
-        "global": {"scrape_interval": "250ms", "evaluation_interval": "500ms"},
-        "rule_files": ["elasticd-rules.yml"],
-        "scrape_configs": [{"job_name": "elasticd", **scrape}],
-    }
-    (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
-    port = free_port()
-    command = [
-        "prometheus",
-        f"--config.file={folder / 'prometheus.yml'}",
-        f"--storage.tsdb.path={folder / 'data'}",
-        f"--web.listen-address=127.0.0.1:{port}",
-    ]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    server = Prometheus(port)
-
-    def is_up() -> bool:
-        assert process.poll() is None, (folder / "log").read_text()
-        with contextlib.suppress(OSError):
-            return len(server.query("up == 1")) == agents
-        return False
-
-    try:
-        wait_for(is_up, seconds=30.0, what="Prometheus scrapes all agents")
-        yield server
-    finally:
-        process.terminate()
-        process.wait(20)
 
 
 @pytest.fixture
@@ -161,7 +89,7 @@ def test_prometheus_gets_the_same_series_through_churn_and_every_panel_has_data(
     tmp_path: Path, nodes: list[tuple[Node, StatusServer]]
 ) -> None:
     counts = 'count({__name__=~"elasticd_.*", job="elasticd"}) by (instance)'
-    with prometheus(tmp_path, static([server.port for _, server in nodes]), agents=2) as server:
+    with prometheus(tmp_path, static([f"127.0.0.1:{server.port}" for _, server in nodes]), agents=2) as server:
         scraped = seen = 0.0
 
         def scraped_since() -> bool:

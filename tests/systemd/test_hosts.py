@@ -6,6 +6,7 @@ all of it has done to the samples is looked at in the end.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.job import wait_for
+from tests.support.prometheus import Prometheus, prometheus, static
 from tests.systemd.hosts import Host, what_is_missing
 from tests.systemd.lab import ELASTICD, SHARED, TTL, UNIT, Lab, lab
 
@@ -30,6 +32,16 @@ SLACK_SECONDS = 1.5  # after the lease, for the others to go on
 def job() -> Iterator[Lab]:
     with lab() as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def monitor(job: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """A Prometheus outside of the hosts, as from its first test on; the job trains then."""
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus (Debian) is not on PATH")
+    targets = static([f"{host.address}:9431" for host in job.hosts])
+    with prometheus(tmp_path_factory.mktemp("monitor"), targets, agents=len(job.hosts), every="2s") as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +88,7 @@ def test_a_job_is_installed_started_and_trains(job: Lab) -> None:
         assert not [line for line in environ if line.startswith(("NOTIFY_SOCKET", "WATCHDOG_"))]
 
 
+@pytest.mark.usefixtures("monitor")
 def test_a_host_that_loses_its_power_is_done_without_and_let_in_again(job: Lab, bystander: Host) -> None:
     wait_warm(job)
     off_at = time.time()
@@ -182,6 +195,8 @@ def test_a_stop_during_a_save_commits_the_last_step_and_leaves_nothing(job: Lab)
     assert job.committed_step == job.newest()["step"], job.story()
     for host in job.hosts:
         assert host.show(UNIT, "ActiveState") == "inactive"
+        assert host.show(UNIT, "ExecMainStatus") == "143"
+        assert host.show(UNIT, "TasksCurrent") in ("[not set]", "0"), "the control group is empty"
         last = host.journal(UNIT).splitlines()[-4:]
         assert any("the job has drained" in line for line in last), last
         assert any("Deactivated successfully" in line for line in last), last
@@ -233,6 +248,19 @@ def test_a_job_that_fails_is_not_tried_again_and_its_last_words_are_kept(job: La
     assert "these are the last words" in journal
     assert "the job has failed" in journal
     assert host.run(str(ELASTICD), "uninstall", "broken").returncode == 0
+
+
+def test_a_prometheus_has_seen_all_of_it(job: Lab, monitor: Prometheus) -> None:
+    job.wait_training()
+    wait_for(lambda: len(monitor.query('elasticd_step{job="elasticd"}')) == 3, seconds=30, what="three ranks, no ghost")
+    restarts = {
+        sample["metric"]["reason"]: float(sample["value"][1])
+        for sample in monitor.query('sum by (reason) (increase(elasticd_restarts_total{job="elasticd"}[1h]))')
+    }
+    for reason in ("node_lost", "node_joined", "worker_failed"):
+        assert restarts[reason] > 0, restarts
+    (goodput,) = {sample["value"][1] for sample in monitor.query("max(elasticd_goodput_ratio)")}
+    assert 0 < float(goodput) < 1
 
 
 def test_after_all_of_it_every_sample_was_used_once_in_its_step(job: Lab) -> None:
