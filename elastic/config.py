@@ -131,6 +131,11 @@ class JobConfig:
     signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     event_log_handler: str = "null"
 
+    @property
+    def stop_grace_seconds(self) -> float:
+        """How long the workers may take to stop: with a session they drain, without one they get SIGTERM."""
+        return max(self.drain_grace_seconds, self.shutdown_timeout_seconds)
+
 
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> JobConfig:
     """The settings of `elasticd run` from its arguments, PET_* variables and the job file, checked.

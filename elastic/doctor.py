@@ -140,9 +140,7 @@ def checks(subject: Subject) -> dict[str, Check]:
         "time sync": lambda: clock.check_sync(clock.kernel_clock()),
     }
     if unit is not None:
-        made["unit"] = lambda: service.check_stop_timeout(
-            unit, stop_timeout(unit), max(config.drain_grace_seconds, config.shutdown_timeout_seconds)
-        )
+        made["unit"] = lambda: service.check_stop_timeout(unit, stop_timeout(unit), config.stop_grace_seconds)
     if subject.many:
         made["etcd"] = lambda: _etcd(subject)
     return made

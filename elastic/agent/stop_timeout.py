@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 def warn_if_short(config: JobConfig, unit: str) -> None:
     """Say so where systemd may kill in the middle of a save. The agent asks for more time, but a frozen one cannot."""
-    grace = max(config.drain_grace_seconds, config.shutdown_timeout_seconds)
+    grace = config.stop_grace_seconds
     timeout = stop_timeout(unit) if unit else None
     if timeout is not None and timeout <= grace:
         name = "--drain-grace" if grace == config.drain_grace_seconds else "--shutdown-timeout"

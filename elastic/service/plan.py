@@ -99,7 +99,7 @@ def etcd_files() -> tuple[File, ...]:
 
 def stop_timeout(config: JobConfig) -> int:
     """TimeoutStopSec of its unit."""
-    return stop_seconds(max(config.drain_grace_seconds, config.shutdown_timeout_seconds))
+    return stop_seconds(config.stop_grace_seconds)
 
 
 def _drop_in(job: Job) -> str:
