@@ -162,7 +162,7 @@ def why_draining(view: View, *, asked: bool) -> str:
     if asked:
         return "asked to stop"
     if view.drain_wanted:
-        return "etcd has not answered for half of the lease"
+        return "etcd has not answered for most of the lease"
     return view.round.cause if view.round is not None else ""
 
 

@@ -15,6 +15,9 @@ from elastic.rendezvous.store import Lease, Store, boottime
 
 logger = logging.getLogger(__name__)
 
+# Of the ttl without an answer: the job saves and stops while it still may. Not sooner: a cluster of etcd that has lost
+# its leader answers nobody for up to two seconds (twice its election timeout), and none should stop for that.
+DOUBT_SHARE = 0.6
 FENCE_SHARE = 0.8  # of the ttl after the sending of the last answered renewal: all workers are dead by then
 RENEWALS_PER_TTL = 6
 _RETRIES_PER_TTL = 12  # after a failure that came at once
@@ -28,7 +31,7 @@ class _State:
     sent: float  # when the renewal was sent that was answered last
     due: float  # when to renew
     lost: bool = False
-    doubted: bool = False  # half a ttl has passed without an answer, and it was said
+    doubted: bool = False  # DOUBT_SHARE of a ttl has passed without an answer, and it was said
 
 
 class LeaseKeeper:
@@ -36,7 +39,7 @@ class LeaseKeeper:
 
     Renewing is the work of the keeper's own thread, from `start()` on, or of a test that calls `step()` instead. The
     callbacks come from that thread: `on_lost` once, when the store says that the lease is gone; `on_doubt` each time
-    when half a ttl has passed without an answer; `on_renewed(seconds)` after each answer, with the time it took.
+    when it begins to be in doubt; `on_renewed(seconds)` after each answer, with the time it took.
     """
 
     def __init__(
@@ -72,9 +75,9 @@ class LeaseKeeper:
         """CLOCK_BOOTTIME until which this node's workers may live. A lost lease does not move it."""
         return self._state.sent + FENCE_SHARE * self._state.ttl_seconds
 
-    def half_gone(self) -> bool:
-        """Whether half a ttl has passed since the last answered renewal was sent."""
-        return self._clock() >= self._state.sent + self._state.ttl_seconds / 2
+    def in_doubt(self) -> bool:
+        """Whether DOUBT_SHARE of a ttl has passed since the last answered renewal was sent."""
+        return self._clock() >= self._state.sent + DOUBT_SHARE * self._state.ttl_seconds
 
     def step(self) -> float | None:
         """Do what is due. Returns seconds until something is due again, None when the lease is gone."""
@@ -82,12 +85,13 @@ class LeaseKeeper:
             self._renew()
         if self._state.lost:
             return None
-        if self.half_gone() and not self._state.doubted:
+        if self.in_doubt() and not self._state.doubted:
             self._state = dataclasses.replace(self._state, doubted=True)
-            logger.warning("lease %x: no answer for half of its %d s", self._lease_id, self._state.ttl_seconds)
+            away = self._clock() - self._state.sent
+            logger.warning("lease %x: no answer for %.1f of its %d s", self._lease_id, away, self._state.ttl_seconds)
             self._on_doubt()
         state = self._state
-        due = state.due if state.doubted else min(state.due, state.sent + state.ttl_seconds / 2)
+        due = state.due if state.doubted else min(state.due, state.sent + DOUBT_SHARE * state.ttl_seconds)
         return max(0.0, due - self._clock())
 
     def close(self) -> None:

@@ -193,7 +193,7 @@ class Member:
 
     def _drain_wanted(self) -> bool:
         keeper = self._participant.keeper
-        return keeper is not None and keeper.half_gone()
+        return keeper is not None and keeper.in_doubt()
 
     def _waiting(self, state: State, now: float) -> tuple[Waiting, ...]:
         away = self._away_seconds(state, now)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from elastic.rendezvous.lease import FENCE_SHARE, LeaseKeeper
+from elastic.rendezvous.lease import DOUBT_SHARE, FENCE_SHARE, LeaseKeeper
 from elastic.rendezvous.store import Put
 from tests.support.etcd import eventually
 from tests.support.fake_store import FakeServer, FakeStore, Fault
@@ -75,20 +75,20 @@ def test_the_granted_ttl_counts_not_the_one_asked_for() -> None:
     assert keeper.fence() == FENCE_SHARE * 2
 
 
-def test_half_a_ttl_without_an_answer_is_said_once_and_taken_back_by_an_answer() -> None:
+def test_a_lease_in_doubt_is_said_once_and_taken_back_by_an_answer() -> None:
     scene = Scene()
     scene.run(1)
     scene.store.available = False
-    scene.run(TTL / 2 - 0.1)
-    assert not scene.keeper.half_gone()
+    scene.run(DOUBT_SHARE * TTL - 0.1)
+    assert not scene.keeper.in_doubt()
     assert "doubt" not in scene.said
     scene.run(0.2)
-    assert scene.keeper.half_gone()
+    assert scene.keeper.in_doubt()
     scene.run(1)
     assert scene.said.count("doubt") == 1
     scene.store.available = True
     scene.run(1)
-    assert not scene.keeper.half_gone()
+    assert not scene.keeper.in_doubt()
     scene.store.available = False
     scene.run(TTL)
     assert scene.said.count("doubt") == 2

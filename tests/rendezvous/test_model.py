@@ -165,7 +165,7 @@ class SimNode:
             over = current is None or current.number > self.running or current.phase in (Phase.BROKEN, Phase.CLOSED)
             drains = (
                 self.wants_to_go
-                or (self.keeper and self.keeper.half_gone())
+                or (self.keeper and self.keeper.in_doubt())
                 or (current and current.phase is Phase.DRAINING)
             )
             if over or state.is_expelled or (drains and self.world.draw.random() < 0.5):
