@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Generator, Iterator
 from typing import TypeVar
 
@@ -12,6 +13,18 @@ import pytest
 R = TypeVar("R", pytest.TestReport, pytest.CollectReport)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For whatever the tests start. Short: killed data loaders leave sockets there, whose paths have 107 bytes."""
+    tmp_path_factory.getbasetemp()  # stays where it was
+    with (
+        tempfile.TemporaryDirectory(prefix="elt-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TMPDIR", folder)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -98,8 +98,11 @@ class Child:
             return False
         return stat.rpartition(b")")[2].split()[0] not in (b"T", b"t", b"Z", b"X")
 
-    def begin(self, *, environ: Mapping[str, str], stdout: str, stderr: str) -> None:
-        """Become the worker. Whoever does not take the message is killed: its end is then seen like any other's."""
+    def begin(self, *, environ: Mapping[str, str], stdout: str, stderr: str, scratch: str) -> None:
+        """Become the worker. Whoever does not take the message is killed: its end is then seen like any other's.
+
+        `scratch`: a folder for sockets of its own; empty: it looks for one itself.
+        """
         command = self.birth.command
         self._send(
             {
@@ -112,6 +115,7 @@ class Child:
                 "umask": _umask(),
                 "stdout": stdout,
                 "stderr": stderr,
+                "scratch": scratch,
             }
         )
         self._channel.close()

@@ -100,6 +100,13 @@ def listen(stdout: str, stderr: str) -> None:
     faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)
 
 
+def keep_sockets_in(folder: str) -> None:
+    """Where multiprocessing, and with it a data loader, puts its sockets: a killed worker would leave them in /tmp."""
+    from multiprocessing import process
+
+    process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]  # read by util.get_temp_dir
+
+
 def become_main(target: str, kind: str, args: list[str]) -> None:
     """Run the user's program as `__main__`; returns when its top-level code has."""
     sys.argv = [target, *args]
@@ -228,6 +235,8 @@ def _destroy_process_group() -> None:
 def run(message: dict[str, Any]) -> NoReturn:
     """Become the worker that the message describes, and end with its exit code."""
     os.environ.update(message["environ"], ELASTICD_WORKER_PID=str(os.getpid()))
+    if message["scratch"]:
+        keep_sockets_in(message["scratch"])
     if message["cwd"]:
         os.chdir(message["cwd"])
     os.umask(message["umask"])

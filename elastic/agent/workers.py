@@ -25,6 +25,7 @@ from elastic.timings import NO_TIMINGS, Timings
 logger = logging.getLogger(__name__)
 
 _PR_SET_CHILD_SUBREAPER = 36
+_SOCKET_FOLDER_BYTES = 88  # what multiprocessing's names leave of the 107 that a socket's path may have
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -50,6 +51,7 @@ class Worker:
         self.plan = plan
         progress.create(block)
         self._block = block
+        self._scratch = block.with_name(f"{block.name}.tmp")
         self._reader: progress.ProgressReader | None = progress.ProgressReader(block)
         self._last = progress.Progress()
         self._last_timings = NO_TIMINGS
@@ -79,10 +81,13 @@ class Worker:
     def _start_python(
         self, birth: Birth, environ: dict[str, str], take: Callable[[int, Birth], Child | None] | None
     ) -> subprocess.Popen[bytes]:
+        scratch = str(self._scratch) if len(str(self._scratch)) <= _SOCKET_FOLDER_BYTES else ""
+        if scratch:
+            self._scratch.mkdir(mode=0o700, exist_ok=True)
         standby = take(self.plan.local_rank, birth) if take else None
         child = standby or Child(dataclasses.replace(birth, environ={**birth.environ, **environ}))
         self.was_warm = child.is_warm
-        child.begin(environ=environ, stdout=self.plan.stdout, stderr=self.plan.stderr)
+        child.begin(environ=environ, stdout=self.plan.stdout, stderr=self.plan.stderr, scratch=scratch)
         return child.process
 
     def _start_program(self, birth: Birth, environ: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -188,6 +193,7 @@ class Worker:
         self._reader = None
         self._block.unlink(missing_ok=True)
         profile_order.beside(self._block).unlink(missing_ok=True)
+        remove_tree(self._scratch)
 
 
 class Workers:

@@ -64,7 +64,7 @@ def start(
         if start_as == "warm":
             ours.sendall(json.dumps({"kind": kind, "target": target, "preload": []}).encode() + b"\n")
             assert json.loads(ours.recv(4096)) == {}
-        start = {**message, "stdout": "", "stderr": "", "shown": [target, *args], **fields}
+        start = {**message, "stdout": "", "stderr": "", "scratch": "", "shown": [target, *args], **fields}
         ours.sendall(json.dumps(start).encode() + b"\n")
     return process
 

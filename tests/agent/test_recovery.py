@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from tests.support.job import running, wait_for, write
@@ -132,3 +133,29 @@ def test_a_checkpoint_directory_in_use_is_refused_by_whatever_path_and_names_its
             assert "ckpt" in same.output
         job.signal(signal.SIGTERM)
         assert job.wait() == 143
+
+
+SOCKETS = """
+import os, signal
+from multiprocessing import connection, util
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    listener = connection.Listener()  # as a data loader's processes have one to hand tensors over
+    assert os.path.exists(listener.address), listener.address
+    print(util.get_temp_dir(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_worker_leaves_no_socket_of_its_loaders_behind(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", SOCKETS)
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # short, as a service's is
+        run, tmp = Path(place, "run"), Path(place, "tmp")
+        run.mkdir(mode=0o700)
+        tmp.mkdir()
+        environ = {"TMPDIR": str(tmp), "RUNTIME_DIRECTORY": str(run)}
+        with running(tmp_path, "--http", "127.0.0.1:0", "script.py", environ=environ) as job:
+            assert job.wait() == 0, job.output
+            (folder,) = re.findall(r"^(/\S+)$", job.output, re.MULTILINE)
+        assert Path(folder).is_relative_to(run)
+        assert not Path(folder).exists()
+        assert [path.name for path in tmp.iterdir() if path.name.startswith("pymp-")] == []

@@ -80,7 +80,7 @@ def hear(pool: Standbys, mailbox: Mailbox, births: dict[int, Birth], *, seconds:
 
 def ended(child: Child, out: Path) -> dict[str, Any]:
     """What the worker printed, once it has ended."""
-    child.begin(environ={"RANK": "3"}, stdout=str(out), stderr=str(out.with_suffix(".err")))
+    child.begin(environ={"RANK": "3"}, stdout=str(out), stderr=str(out.with_suffix(".err")), scratch="")
     assert child.process.wait(60) == 0, out.with_suffix(".err").read_text()
     found: dict[str, Any] = json.loads(out.read_text())
     return found
@@ -208,7 +208,7 @@ def test_a_module_that_cannot_be_preloaded_is_named_once_and_does_no_harm(
         assert "SystemExit: no way" in message
         child = pool.take(0, births[0])
         assert child is not None
-        child.begin(environ={}, stdout=str(tmp_path / "out"), stderr="")
+        child.begin(environ={}, stdout=str(tmp_path / "out"), stderr="", scratch="")
         assert child.process.wait(30) == 0
         assert (tmp_path / "out").read_text() == '["good"]\n'
     finally:
