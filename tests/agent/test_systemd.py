@@ -82,7 +82,7 @@ def test_the_status_line_stays_one_line_whatever_a_failure_says(systemd: Listene
     Notifier(systemd.environ()).passed(failed, stopping=False)
     assert systemd.heard()[1:] == [
         "STATUS=running: 2 ranks on 1 node, round 3, step 8, committed 5, "
-        "last failure: rank 1 exited READY=0 ValueError: x"
+        "last failure: rank 1 exited READY=0: ValueError: x"
     ]
 
 
