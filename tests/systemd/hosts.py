@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -252,3 +253,20 @@ def run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
     if done.returncode:
         raise AssertionError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def main() -> int:
+    """Whether one can be booted here: exit code 0, else what is in the way."""
+    if missing := what_is_missing():
+        sys.stderr.write(f"{missing}\n")
+        return 1
+    try:
+        with hosts(Path("/run/elasticd-test-probe"), 1, {}):
+            return 0
+    except (AssertionError, OSError, subprocess.SubprocessError) as exc:
+        sys.stderr.write(f"{exc}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
