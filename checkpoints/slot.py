@@ -10,12 +10,15 @@ any instruction leaves a slot that is whole or one that says nothing, and never 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
+import errno
 import io
 import json
 import mmap
 import os
+import stat
 import struct
 from pathlib import Path
 from typing import Any
@@ -139,7 +142,10 @@ class Slot(Buffer):
 
     def _open(self, size_bytes: int) -> mmap.mmap:
         """What an earlier worker left in the file stays. Its pages are had before they are touched: no SIGBUS."""
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with contextlib.suppress(OSError):
+            if not stat.S_ISREG(self.path.lstat().st_mode):  # nothing of ours
+                self.path.unlink()
+        descriptor = _open_file(self.path, os.O_RDWR | os.O_CREAT)
         try:
             size_bytes = max(size_bytes, os.fstat(descriptor).st_size // PAGE_BYTES * PAGE_BYTES)
             os.posix_fallocate(descriptor, 0, size_bytes)
@@ -150,6 +156,15 @@ class Slot(Buffer):
         return memory
 
 
+def _open_file(path: Path, flags: int) -> int:
+    """Only a file: a pipe of that name would be waited for, a link leads elsewhere. Raises: OSError."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is not a file", str(path))
+    return descriptor
+
+
 def read_slot(path: Path) -> Share | None:
     """What lies in the slot; None while it says nothing.
 
@@ -157,7 +172,7 @@ def read_slot(path: Path) -> Share | None:
         CorruptCheckpointError: it says something, and that is damaged.
         OSError
     """
-    with path.open("rb", buffering=0) as file:
+    with open(_open_file(path, os.O_RDONLY), "rb", buffering=0) as file:
         raw = file.read(_HEAD.size + _SEAL.size)
         if len(raw) < _HEAD.size + _SEAL.size or raw[: len(_MAGIC)] == _NOTHING:
             return None
@@ -201,7 +216,7 @@ class Window(io.RawIOBase):
     """The image of a share as a stream, read from where it lies: a system call per page would take twice as long."""
 
     def __init__(self, share: Share) -> None:
-        with share.path.open("r+b", buffering=0) as file:
+        with open(_open_file(share.path, os.O_RDWR), "r+b", buffering=0) as file:
             self._map = mmap.mmap(file.fileno(), share.image_bytes, offset=share.image_start)
         prefault(self._map, for_writing=False)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))

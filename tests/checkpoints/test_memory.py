@@ -161,6 +161,29 @@ def test_damaged_memory_is_passed_over_for_the_next_older_state(
     manager.close()
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_is_no_file_of_ours_is_neither_waited_for_nor_followed_and_is_replaced(tmp_path: Path, kind: str) -> None:
+    manager = manager_of(None, tmp_path)
+    manager.restore()
+    for step in (1, 2):
+        manager.keep(step, cut_state(step))
+    manager.close()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"not ours")
+    slot = slots_by_step(tmp_path / "node0")[2]
+    slot.unlink()
+    os.mkfifo(slot) if kind == "pipe" else slot.symlink_to(elsewhere)
+    manager = manager_of(None, tmp_path)
+    assert restored_by(manager).step == 1
+    for step in (2, 3, 4):
+        assert manager.keep(step, cut_state(step)) is not None
+        manager.settle()
+    manager.close()
+    assert slot.is_file()
+    assert not slot.is_symlink()
+    assert elsewhere.read_bytes() == b"not ours"
+
+
 def test_damage_on_one_node_is_mended_by_another(tmp_path: Path) -> None:
     run_ranks(2, keep_some, tmp_path / "disk", tmp_path / "shm", 2, 3)
     flip_image(slots_by_step(tmp_path / "shm" / "node0")[3])
