@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -26,6 +27,7 @@ _PART_OF = {  # a phase of a step -> its part in the summary; what has none is i
     "data": "data",
     "optimizer": "optimizer",
 }
+_ERRORS_ALONE = "4"  # else the profiler's library tells stderr that it begins and ends
 Pause = Callable[[], AbstractContextManager[None]]
 
 
@@ -108,6 +110,7 @@ class Profiling:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
+        os.environ.setdefault("KINETO_LOG_LEVEL", _ERRORS_ALONE)
         with self._pause():
             profiler = profile(activities=activities)
             profiler.start()
