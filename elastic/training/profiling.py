@@ -27,7 +27,7 @@ _PART_OF = {  # a phase of a step -> its part in the summary; what has none is i
     "data": "data",
     "optimizer": "optimizer",
 }
-_ERRORS_ALONE = "4"  # else the profiler's library tells stderr that it begins and ends
+_SILENT = "6"  # else the profiler's library tells stderr that it begins and ends
 Pause = Callable[[], AbstractContextManager[None]]
 
 
@@ -110,7 +110,7 @@ class Profiling:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        os.environ.setdefault("KINETO_LOG_LEVEL", _ERRORS_ALONE)
+        os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
         with self._pause():
             profiler = profile(activities=activities)
             profiler.start()
