@@ -237,8 +237,8 @@ class MemoryTier:
         """No more memory checkpoints of this rank; its peers' shares alone are no state, so theirs are in vain."""
         self.problem = reason
         logger.warning(
-            "checkpoints in memory are off: %s. Training goes on; enlarge it (docker: --shm-size, else mount -o "
-            "remount,size=...), or say --no-memory-checkpoints",
+            "checkpoints in memory are off: %s. Training goes on; where it is too small enlarge it (docker: "
+            "--shm-size, else mount -o remount,size=...), or say --no-memory-checkpoints",
             reason,
         )
         if self._on_failure is not None:

@@ -217,6 +217,8 @@ class Window(io.RawIOBase):
 
     def __init__(self, share: Share) -> None:
         with open(_open_file(share.path, os.O_RDWR), "r+b", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size < share.image_start + share.image_bytes:
+                raise CorruptCheckpointError(f"{share.path} is shorter than its head says")
             self._map = mmap.mmap(file.fileno(), share.image_bytes, offset=share.image_start)
         prefault(self._map, for_writing=False)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))

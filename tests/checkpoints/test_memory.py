@@ -22,7 +22,7 @@ from checkpoints.load import load
 from checkpoints.manager import CheckpointManager
 from checkpoints.memory import MemoryTier, Sealed
 from checkpoints.restore import Restored
-from checkpoints.slot import Mark
+from checkpoints.slot import Mark, read_slot
 from tests.checkpoints.support import assert_same, cut_state, flip_byte, small_state
 from tests.support.job import wait_for
 from tests.support.ranks import run_ranks
@@ -127,6 +127,12 @@ def slots_by_step(folder: Path) -> dict[int, Path]:
     return {whole.mark.step: whole.shares[0].path for whole in held_in(folder, "")}
 
 
+def image_end(path: Path) -> int:
+    share = read_slot(path)
+    assert share is not None
+    return share.image_start + share.image_bytes
+
+
 def flip_image(path: Path) -> None:
     flip_byte(path, path.stat().st_size // 2)
 
@@ -134,7 +140,7 @@ def flip_image(path: Path) -> None:
 @pytest.mark.parametrize(
     ("steps_damaged", "expected"), [((), (6, "memory")), ((6,), (5, "memory")), ((5, 6), (3, "disk"))]
 )
-@pytest.mark.parametrize("position", ["head", "text", "image"])
+@pytest.mark.parametrize("position", ["head", "text", "image", "end"])
 def test_damaged_memory_is_passed_over_for_the_next_older_state(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -151,7 +157,9 @@ def test_damaged_memory_is_passed_over_for_the_next_older_state(
     manager.close()
     slots = slots_by_step(tmp_path / "node0")
     for step in (3, *steps_damaged):  # what the disk has as well lies in memory too
-        if steps_damaged:
+        if steps_damaged and position == "end":
+            os.truncate(slots[step], image_end(slots[step]) - 100)
+        elif steps_damaged:
             flip_byte(slots[step], {"head": 20, "text": 4200, "image": slots[step].stat().st_size // 2}[position])
     manager = manager_of(tmp_path / "disk", tmp_path)
     restored = restored_by(manager)
