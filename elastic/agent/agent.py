@@ -345,8 +345,11 @@ class Agent(ElasticAgent):
         self._membership.announce(self._story.breakage(self._membership.view().node_id))
 
     def _drain(self, now: float) -> None:
-        why = why_draining(self._membership.view(), asked=self._asked is not Asked.NOTHING)
-        logger.info("round %d: %s; draining, up to %g s", self._crew.round, why, self._config.drain_grace_seconds)
+        view, patience = self._membership.view(), self._config.drain_grace_seconds
+        why = why_draining(view, asked=self._asked is not Asked.NOTHING)
+        if view.drain_wanted:  # the workers may not live longer than that
+            patience = min(patience, max(0.0, self._membership.fence(now) - now))
+        logger.info("round %d: %s; draining, up to %.3g s", self._crew.round, why, patience)
         self._crew.drain(now)
 
     def _tell_done(self) -> None:
