@@ -55,10 +55,10 @@ def interval(text: str) -> str:
     counted, timed = re.fullmatch(r"\d+", text.strip(), re.ASCII), _WITH_UNIT.fullmatch(text.strip())
     if counted is None and timed is None:
         raise ArgumentTypeError(f"{text!r} is neither a number of steps (100) nor a time (30s, 5m)")
-    value = int(text) if counted else seconds(text)
-    if value == 0:
+    value = f"{int(text)}" if counted else f"{seconds(text):.6f}".rstrip("0").rstrip(".")
+    if value == "0":
         raise ArgumentTypeError(f"{text!r} must be more than 0; leave it out for no checkpoints")
-    return f"{value}" if counted else f"{value:.9g}s"
+    return value if counted else f"{value}s"
 
 
 def steps(text: str) -> int:

@@ -6,7 +6,7 @@ with:
     session = elastic.session()
     checkpoints = CheckpointManager(session.checkpoint_dir or "ckpt", rank=session.rank, world_size=session.world_size,
                                     store=session.store(), on_result=session.committed)
-    restored = checkpoints.restore()
+    restored = checkpoints.restore(allow_fresh_start=session.allow_fresh_start)
     step = restored.step if restored else 0
     session.enter_loop(step=step, base_step=step)
     while step < 1000:
@@ -60,23 +60,6 @@ logger = logging.getLogger(__name__)
 _PROFILE_SECONDS = 600.0  # to begin or to write one, which is no hang
 
 
-class CommitResultLike(Protocol):
-    """What is asked of a `checkpoints.CommitResult`."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def stall_seconds(self) -> float: ...
-    @property
-    def write_seconds(self) -> float: ...
-    @property
-    def unix_time(self) -> float: ...
-
-
 class SealedLike(Protocol):
     """What is asked of a `checkpoints.memory.Sealed`."""
 
@@ -86,6 +69,17 @@ class SealedLike(Protocol):
     def bytes(self) -> int: ...
     @property
     def unix_time(self) -> float: ...
+
+
+class CommitResultLike(SealedLike, Protocol):
+    """What is asked of a `checkpoints.CommitResult`."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def stall_seconds(self) -> float: ...
+    @property
+    def write_seconds(self) -> float: ...
 
 
 class Session:

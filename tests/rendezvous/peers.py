@@ -60,8 +60,7 @@ class Peer:
                 node=Node(node_id=name, addr="127.0.0.1", slots=1),
                 identity=dataclasses.replace(identity, pid=pid) if pid is not None else identity,
                 rules=rules,
-                ttl_seconds=TTL,
-                **settings,
+                **{"ttl_seconds": TTL, **settings},
             ),
             join_timeout_seconds=join_timeout,
         )

@@ -410,7 +410,7 @@ def test_an_outage_is_told_once_with_its_remedy_and_nobody_who_leaves_waits_for_
 ) -> None:
     job, stores = cut
     caplog.set_level(logging.INFO, logger="elastic")
-    a = job.start("a", join_timeout=50.0)
+    a = job.start("a", join_timeout=50.0, ttl_seconds=6)
     job.until(all_run([a]))
     stores[0].available = False
     job.until(lambda: "etcd has not answered for" in caplog.text)
@@ -423,7 +423,7 @@ def test_an_outage_is_told_once_with_its_remedy_and_nobody_who_leaves_waits_for_
     job.until(lambda: caplog.text.count("etcd has not answered for") == 2)
     began = time.monotonic()
     a.member.close()
-    assert time.monotonic() - began < 5.0, "it waits a moment, not for as long as the lease"
+    assert time.monotonic() - began < 4.5, "it waits a moment, not for as long as the lease"
 
 
 def test_a_node_that_joins_and_is_lost_again_and_again_has_to_wait(cut: tuple[Job, list[FakeStore]]) -> None:

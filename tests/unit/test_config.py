@@ -74,6 +74,8 @@ FLAGS: list[tuple[list[str], str, Any]] = [
     (["--hang-timeout", "2h"], "hang_timeout_seconds", 7200.0),
     (["--checkpoint-dir", "c", "--checkpoint-every", "1.5m"], "checkpoint_every", "90s"),
     (["--checkpoint-dir", "c", "--checkpoint-every", "0.5s"], "checkpoint_every", "0.5s"),
+    (["--checkpoint-dir", "c", "--checkpoint-every", "0.05ms"], "checkpoint_every", "0.00005s"),
+    (["--checkpoint-dir", "c", "--checkpoint-every", "100"], "checkpoint_every", "100"),
     (["--drain-grace", "0.5"], "drain_grace_seconds", 0.5),
     (["--settle", "0"], "settle_seconds", 0.0),
     (["--no-standby"], "standby", False),

@@ -135,7 +135,7 @@ def test_the_view_for_people_shows_every_part() -> None:
     shown = render(FULL, 4711)
     for part in (
         "job train: running",
-        "round 3",
+        "round 3: rank 1 killed by SIGKILL",
         "4711",
         "n1",
         "more than MAX",
