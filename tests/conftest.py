@@ -13,8 +13,6 @@ import pytest
 R = TypeVar("R", pytest.TestReport, pytest.CollectReport)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# With it a print writes each of its words alone, and the lines of ranks that share a stream are mixed.
-os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -27,10 +27,11 @@ with open(f"{sys.argv[1]}-{os.environ['RANK']}.json", "w") as file:
     json.dump({"environ": environ, "argv": sys.argv, "ranks": ranks, "cwd": os.getcwd()}, file)
 """
 
+# Workers run with -u, as torchrun's do: a print would be several writes, between which another rank's may come.
 SPEAK = """
 import os, sys
-print("out", os.environ["RANK"], flush=True)
-print("err", os.environ["RANK"], file=sys.stderr, flush=True)
+sys.stdout.write(f"out {os.environ['RANK']}\\n")
+sys.stderr.write(f"err {os.environ['RANK']}\\n")
 """
 
 QUIET = {"OMP_NUM_THREADS": "1"}

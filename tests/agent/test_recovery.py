@@ -141,7 +141,7 @@ from multiprocessing import connection, util
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     listener = connection.Listener()  # as a data loader's processes have one to hand tensors over
     assert os.path.exists(listener.address), listener.address
-    print(util.get_temp_dir(), flush=True)
+    os.write(1, f"{util.get_temp_dir()}\\n".encode())
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
