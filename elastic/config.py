@@ -27,9 +27,9 @@ _DEFAULT_SHUTDOWN_SECONDS = 30.0  # torchrun's
 _MOST_WORKERS = 1024  # on a node: more is a slip of the pen, and would use up its memory
 # What every node of a job must agree on: these decide together who takes part, how long others wait and when all save.
 _SHARED = (
-    *("min_nodes", "max_nodes", "module", "no_python", "checkpoint_every", "memory_every"),
-    *("lease_ttl_seconds", "last_call_seconds"),
-    *("settle_seconds", "join_timeout_seconds", "max_restarts", "restart_window_seconds", "drain_grace_seconds"),
+    *("module", "no_python", "checkpoint_every", "memory_every", "max_restarts"),
+    *("lease_ttl_seconds", "last_call_seconds", "settle_seconds", "join_timeout_seconds"),
+    *("restart_window_seconds", "drain_grace_seconds"),
 )
 _PATHS = (
     *("log_dir", "checkpoint_dir", "etcd_ca", "etcd_cert", "etcd_key"),
@@ -172,10 +172,26 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> JobConfig:
     )
 
 
-def settings_digest(config: JobConfig) -> str:
-    """Equal on two nodes exactly if they may train together; paths and script arguments may differ between hosts."""
-    shared = {key: getattr(config, key) for key in _SHARED}
-    return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:16]
+def shared_settings(config: JobConfig) -> str:
+    """Equal on two nodes exactly if they may train together; paths and script arguments may differ between hosts.
+
+    A line of flags, `--nnodes=1:3 --max-restarts=3 ...`, for whoever looks into the store.
+    """
+    flags = [f"--nnodes={config.min_nodes}:{config.max_nodes}"]
+    for key in _SHARED:
+        value = getattr(config, key)
+        flag = f"--{key.removesuffix('_seconds').replace('_', '-')}"
+        if value is True:
+            flags.append(flag)
+        elif value not in (None, False):
+            flags.append(f"{flag}={value:g}" if isinstance(value, float) else f"{flag}={value}")
+    return " ".join(flags)
+
+
+def program_of(config: JobConfig) -> str:
+    """The script's name and a checksum of its arguments, which may hold secrets: for peers to see what differs."""
+    name = config.script if config.module else Path(config.script).name
+    return f"{name} {hashlib.sha256(json.dumps(config.args).encode()).hexdigest()[:12]}"
 
 
 def _workers_per_node(given: Given) -> int:

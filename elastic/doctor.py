@@ -20,7 +20,7 @@ from elastic import __version__, values
 from elastic.checks import clock, gpus, limits, network, service, software, storage
 from elastic.checks.finding import Check, Finding, Host, examine, ok, warning
 from elastic.checks.report import as_json, exit_code, print_text
-from elastic.config import JobConfig, load, settings_digest
+from elastic.config import JobConfig, load, program_of, shared_settings
 from elastic.errors import UsageError
 from elastic.flags import collect
 from elastic.systemctl import stop_timeout, unit_of
@@ -201,6 +201,7 @@ def _etcd(subject: Subject) -> Iterator[Finding]:
                 node_id=config.node_id,
                 version=__version__,
                 protocol=PROTOCOL,
-                settings=settings_digest(config),
+                settings=shared_settings(config),
+                program=program_of(config),
             )
             return

@@ -11,7 +11,7 @@ import time
 
 from elastic import __version__
 from elastic.agent.measuring import StoreMeter
-from elastic.config import JobConfig, settings_digest
+from elastic.config import JobConfig, program_of, shared_settings
 from elastic.errors import UsageError
 from elastic.own_checkpoints import own_checkpoints
 from elastic.rendezvous.lease import FENCE_SHARE
@@ -112,7 +112,7 @@ def _on_etcd(config: JobConfig, first_number: int, http_port: int, restarted: bo
         password=os.environ.get(PASSWORD_VARIABLE),
     )
     host = own_address(config.local_addr) if config.local_addr else address_towards(endpoints)
-    digest = settings_digest(config)
+    shared = shared_settings(config)
     rules = Rules(
         limits=Limits(min_nodes=config.min_nodes, max_nodes=config.max_nodes),
         last_call_seconds=config.last_call_seconds,
@@ -121,14 +121,15 @@ def _on_etcd(config: JobConfig, first_number: int, http_port: int, restarted: bo
         ttl_seconds=config.lease_ttl_seconds,
         max_restarts=config.max_restarts,
         restart_window_seconds=config.restart_window_seconds,
-        settings=digest,
+        settings=shared,
     )
     node = Node(
         node_id=config.node_id,
         addr=host,
         slots=config.nproc_per_node,
         first_number=first_number,
-        settings=digest,
+        settings=shared,
+        program=program_of(config),
         http=http_address(config.http_host, http_port, host),
     )
     settings = Settings(

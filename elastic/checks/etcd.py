@@ -17,6 +17,7 @@ from elastic.checks.clock import check_difference
 from elastic.checks.finding import Finding, error, ok, warning
 from elastic.errors import ElasticError
 from elastic.rendezvous.etcd_config import Counters, EtcdConfig
+from elastic.rendezvous.mismatch import differences, other_program
 from elastic.rendezvous.records import Keys, NodeRecord
 from elastic.rendezvous.store import Delete, Put
 
@@ -89,7 +90,7 @@ def check_write(config: EtcdConfig, endpoint: tuple[str, int], run_id: str) -> I
 
 
 def check_peers(
-    records: Sequence[str], *, node_id: str, version: str, protocol: int, settings: str
+    records: Sequence[str], *, node_id: str, version: str, protocol: int, settings: str, program: str
 ) -> Iterator[Finding]:
     """The nodes that are in the job now, by what they say of themselves."""
     peers = []
@@ -104,12 +105,12 @@ def check_peers(
         if record.node.node_id != node_id:
             peers.append(record)
     for peer in peers:
-        yield from _peer(peer, version, protocol, settings)
+        yield from _peer(peer, version, protocol, settings, program)
     agree = sum(peer.protocol == protocol for peer in peers)
     yield ok("peers", f"{agree} of {len(peers)} nodes of the job speak protocol {protocol}" if peers else "none yet")
 
 
-def _peer(peer: NodeRecord, version: str, protocol: int, settings: str) -> Iterator[Finding]:
+def _peer(peer: NodeRecord, version: str, protocol: int, settings: str, program: str) -> Iterator[Finding]:
     who = f"node {peer.node.node_id} ({peer.node.addr})"
     if peer.protocol != protocol:
         message = f"{who} has elasticd {peer.version or '?'}, protocol {peer.protocol}; here {version}, {protocol}"
@@ -118,8 +119,10 @@ def _peer(peer: NodeRecord, version: str, protocol: int, settings: str) -> Itera
         message = f"{who} has elasticd {peer.version}, here {version}; the protocol is the same"
         yield warning("peers", message, "upgrade the rest, one node at a time")
     if settings and peer.node.settings and peer.node.settings != settings:
-        message = f"{who} runs with other settings (digest {peer.node.settings}, here {settings})"
+        message = f"{who} runs with other settings; here is {differences(settings, peer.node.settings)}"
         yield error("peers", message, "the same flags or job file on every node")
+    if other := other_program(program, peer.node.program):
+        yield warning("peers", f"{who} runs {other}", "the same script and arguments on every node, unless it is meant")
 
 
 def _ask(config: EtcdConfig, endpoint: tuple[str, int], run_id: str) -> Endpoint:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from elastic.rendezvous.membership import Waiting
+from elastic.rendezvous.mismatch import differences
 from elastic.rendezvous.round import Flaky, Limits, Member, Node, Phase, Round
 
 _LONGEST_PROBATION_SECONDS = 600.0
@@ -168,7 +169,7 @@ def outside(view: LeaderView, current: Round | None, reason: str) -> tuple[Waiti
 def _own_reason(view: LeaderView, current: Round | None, seen: Seen, expected: str) -> str:
     node = seen.node
     if node.settings != expected:
-        return "its settings differ from the job's"
+        return f"its settings differ from the job's: {differences(node.settings, expected)}"
     if node.leaving:
         return "it is leaving"
     if current is not None and probation_ends(view, current, seen) > view.now:

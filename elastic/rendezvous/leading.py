@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from elastic.rendezvous.chronicle import Chronicle
 from elastic.rendezvous.leader import Wait, Write, lead
 from elastic.rendezvous.leader_view import LeaderView, Rules, Seen, expected_settings
+from elastic.rendezvous.mismatch import other_program
 from elastic.rendezvous.records import Keys, News, NodeRecord
 from elastic.rendezvous.round import Node, Phase, Round
 from elastic.rendezvous.store import Compare, Entry, Event, Outcome, Put, Store, Watch
@@ -65,6 +66,7 @@ class Leading:
         self._reported: dict[tuple[str, int], tuple[int, int]] = {}  # seat -> last round stopped, last round done
         self._used = 0
         self._counted_at = -math.inf
+        self._warned: set[tuple[str, int]] = set()  # seats with another program than this node's
         self._told: str | None = None
         self._told_at = -math.inf
         self._untold_since: float | None = None  # there has been other news than was told
@@ -106,7 +108,7 @@ class Leading:
             act = lead(self._view(now))
             if isinstance(act, Wait):
                 return self._tell(act, now, me)
-            if not self._write(act, now):
+            if not self._write(act, now, me):
                 return False, now
         return True, now
 
@@ -183,7 +185,7 @@ class Leading:
 
     # What the leader writes.
 
-    def _write(self, act: Write, now: float) -> bool:
+    def _write(self, act: Write, now: float, me: Node) -> bool:
         """Returns whether the round is as `act` says."""
         if act.charge:
             self._count(now)
@@ -213,7 +215,21 @@ class Leading:
         entry = Entry(key=puts[0].key, value=puts[0].value, create_revision=created, mod_revision=revision)
         self._chronicle.take_round(entry, revision, now)
         logger.info("round %d is %s: %s", written.number, written.phase.value, written.cause)
+        if written.phase is Phase.RUNNING:
+            self._warn_of_other_programs(written, me)
         return True
+
+    def _warn_of_other_programs(self, written: Round, me: Node) -> None:
+        """Paths and arguments may differ between hosts; what differs unmeant trains wrongly without a word."""
+        for member in written.members:
+            seen, seat = self._nodes.get(member.node_id), (member.node_id, member.join)
+            other = other_program(me.program, seen.node.program) if seen is not None else ""
+            if other and seat not in self._warned:
+                self._warned.add(seat)
+                logger.warning(
+                    "node %s runs %s: unless that is meant, give it the script and the arguments of node %s",
+                    *(member.node_id, other, me.node_id),
+                )
 
     def _conditions(self, written: Round, charge: bool) -> list[Compare]:
         """What must still be as it was seen; a charge also needs that nobody has been lost or left meanwhile."""

@@ -53,7 +53,8 @@ class Node:
     leaving: bool = False  # it drains and will not be in the next round
     incarnation: str = ""  # the incarnation it has seen alive; "" = it has just been started
     first_number: int = 1  # above every round that its checkpoints know
-    settings: str = ""  # digest of what all nodes must agree on
+    settings: str = ""  # the flags that all nodes must agree on
+    program: str = ""  # its script's name and a checksum of the arguments
     http: str = ""  # HOST:PORT of its agent's HTTP server, as others reach it; empty: they do not
 
 

@@ -60,7 +60,7 @@ def create_handler(params: RendezvousParameters) -> TorchrunHandler:
         settle_seconds=float(conf.get("settle", 1)),
         drain_grace_seconds=_GRACE_SECONDS,
         ttl_seconds=ttl,
-        settings=f"torchrun-{params.min_nodes}:{params.max_nodes}",
+        settings=f"torchrun --nnodes={params.min_nodes}:{params.max_nodes}",
     )
     member = make_member(
         etcd=EtcdConfig(

@@ -358,7 +358,10 @@ def test_what_is_wrong_with_an_endpoint_is_named(changes: dict[str, Any], state:
 
 
 def record(node_id: str, **changes: Any) -> str:
-    node = Node(node_id=node_id, addr="10.0.0.9", slots=1, settings=changes.pop("settings", "digest"))
+    own = {name: changes.pop(name) for name in ("settings", "program") if name in changes}
+    node = Node(
+        node_id=node_id, addr="10.0.0.9", slots=1, **{"settings": "--nnodes=1:2", "program": "train.py 5a", **own}
+    )
     return NodeRecord(node=node, identity=own_identity(), version="0.1.0", **changes).to_json()
 
 
@@ -368,13 +371,15 @@ def record(node_id: str, **changes: Any) -> str:
         (record("n2"), "0.1.0", "ok"),
         (record("n2"), "0.2.0", "warning"),
         (record("n2", protocol=9), "0.1.0", "error"),
-        (record("n2", settings="another"), "0.1.0", "error"),
+        (record("n2", settings="--nnodes=1:3"), "0.1.0", "error"),
+        (record("n2", program="train.py 77"), "0.1.0", "warning"),
         ("{}", "0.1.0", "warning"),
     ],
 )
 def test_peers_of_another_version_protocol_or_settings(text: str, here: str, state: str) -> None:
     mine = record("n1", protocol=99)
-    found = list(etcd.check_peers([mine, text], node_id="n1", version=here, protocol=1, settings="digest"))
+    own = {"version": here, "protocol": 1, "settings": "--nnodes=1:2", "program": "train.py 5a"}
+    found = list(etcd.check_peers([mine, text], node_id="n1", **own))
     assert found[0].state == state
     if state != "ok":
         assert "n2" in found[0].message or text == "{}"

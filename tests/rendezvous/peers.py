@@ -47,6 +47,7 @@ class Peer:
         ready: bool = True,
         pid: int | None = None,
         run_id: str = "job",
+        program: str = "train.py 5a",
         **settings: Any,
     ) -> None:
         identity = own_identity()
@@ -57,7 +58,7 @@ class Peer:
             store,
             run_id=run_id,
             settings=Settings(
-                node=Node(node_id=name, addr="127.0.0.1", slots=1),
+                node=Node(node_id=name, addr="127.0.0.1", slots=1, program=program),
                 identity=dataclasses.replace(identity, pid=pid) if pid is not None else identity,
                 rules=rules,
                 **{"ttl_seconds": TTL, **settings},

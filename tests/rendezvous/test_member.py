@@ -324,14 +324,32 @@ def test_min_not_reached_for_a_while_waits_and_then_goes_on(job: Job) -> None:
 def test_other_settings_are_refused_by_name_and_do_not_disturb_the_job(job: Job) -> None:
     a = job.start("a")
     job.until(all_run([a]))
-    b = job.start("b", rules=dataclasses.replace(RULES, settings="other"))
-    job.until(lambda: any("settings differ" in waiting.reason for waiting in a.view.waiting))
+    b = job.start("b", rules=dataclasses.replace(RULES, settings="--settle=9"))
+    job.until(lambda: any("--settle=9 instead of" in waiting.reason for waiting in a.view.waiting))
     job.until(lambda: b.view.error is not None)
     error = b.view.error
     assert isinstance(error, UsageError)
     assert error.exit_code is ExitCode.USAGE
+    assert "--settle=9 instead of" in str(error)
     assert "rdzv-id" in str(error)
     assert a.running == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "said"), [("eval.py 5a", "eval.py, not train.py"), ("train.py 77", "train.py with other arguments")]
+)
+def test_another_program_on_a_node_is_let_in_and_said_once(
+    job: Job, caplog: pytest.LogCaptureFixture, program: str, said: str
+) -> None:
+    a = job.start("a")
+    job.until(all_run([a]))
+    b = job.start("b", program=program)
+    c = job.start("c")
+    job.until(all_run([a, b, c]))
+    a.fail()
+    job.until(lambda: all(peer.running > 2 for peer in (a, b, c)))
+    (warned,) = [record.getMessage() for record in caplog.records if "the arguments of node a" in record.getMessage()]
+    assert warned.startswith(f"node b runs {said}: ")
 
 
 def test_nothing_but_a_few_keys_is_left_of_many_rounds(any_job: Job) -> None:

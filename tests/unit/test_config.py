@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from elastic.agent.environment import lasting_environ
-from elastic.config import JobConfig, load, settings_digest
+from elastic.config import JobConfig, load, shared_settings
 from elastic.errors import UsageError
+from elastic.rendezvous.mismatch import differences
 
 ETCD = ["--rdzv-backend", "etcd3", "--rdzv-endpoint", "h1:2379", "--rdzv-id", "job"]
 
@@ -462,11 +463,25 @@ def test_flags_at_their_defaults_say_nothing(caplog: pytest.LogCaptureFixture) -
     assert not [record for record in caplog.records if record.name.startswith("elastic")]
 
 
-def test_the_digest_is_equal_for_nodes_that_may_differ_and_unequal_for_what_must_not() -> None:
-    digest = settings_digest(loaded(*ETCD, "train.py", "--data", "/a"))
-    assert settings_digest(loaded(*ETCD, "--node-id=other", "--nproc-per-node=2", "train.py", "--data", "/b")) == digest
-    for flags in (["--nnodes=1:2"], ["--max-restarts=9"], ["--lease-ttl=9"], ["--drain-grace=9"]):
-        assert settings_digest(loaded(*ETCD, *flags, "train.py")) != digest
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--node-id=other", "--nproc-per-node=2"], ""),
+        (["--nnodes=1:2"], "--nnodes=1:2 instead of 1:1"),
+        (["--max-restarts=9", "--lease-ttl=9"], "--max-restarts=9 instead of 3, --lease-ttl=9 instead of 5"),
+        (["--settle=0.5"], "--settle=0.5 instead of 1"),
+        (["--checkpoint-dir=/c", "--checkpoint-every=100"], "--checkpoint-every=100 instead of none"),
+        (["--no-python"], "--no-python"),
+    ],
+)
+def test_what_nodes_must_agree_on_is_named_where_it_differs(flags: list[str], said: str) -> None:
+    job = shared_settings(loaded(*ETCD, "train.py", "--data", "/a"))
+    Path("train.py").chmod(0o755)
+    mine = shared_settings(loaded(*ETCD, *flags, "./train.py", "--data", "/b"))
+    assert (mine == job) is (said == "")
+    assert differences(mine, job) == said
+    if said:
+        assert differences(job, mine)
 
 
 def test_help_lists_torchruns_flags_and_ours(capsys: pytest.CaptureFixture[str]) -> None:
