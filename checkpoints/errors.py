@@ -16,6 +16,8 @@ from __future__ import annotations
 class CheckpointError(Exception):
     """Base of every error this package raises on purpose."""
 
+    retry_is_useless = False  # the same would be found again; `elasticd run` then does not start the workers anew
+
 
 class UnsupportedStateError(CheckpointError):
     """A leaf of the state is of a kind that cannot be stored without pickle; the message has its full key."""
@@ -24,13 +26,19 @@ class UnsupportedStateError(CheckpointError):
 class CheckpointMismatchError(CheckpointError):
     """The checkpoint's tensors are not those of the live state; the message lists them."""
 
+    retry_is_useless = True
+
 
 class FingerprintError(CheckpointError):
     """The checkpoint was made from other data than the one at hand."""
 
+    retry_is_useless = True
+
 
 class NoUsableCheckpointError(CheckpointError):
     """There are checkpoints and none of them can be restored; the message lists each with its reason."""
+
+    retry_is_useless = True
 
 
 class StaleRoundError(CheckpointError):

@@ -37,18 +37,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(arguments)
-        if sys.stdout is not None:  # None: it was closed before we began
-            sys.stdout.flush()
-        return code
+        return code if _is_read() else int(ExitCode.FAILED)
     except ElasticError as exc:
         print(f"elasticd: error: {exc}", file=sys.stderr)
         return int(exc.exit_code)
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:  # such as `elasticd status | head`
+    except BrokenPipeError:
+        _is_read()
+        return int(ExitCode.FAILED)
+    except SystemExit:  # the help was shown, or a flag is wrong
+        _is_read()
+        raise
+
+
+def _is_read() -> bool:
+    """Write what is left of our output; where its reader is gone (`elasticd status | head`) it goes nowhere."""
+    try:
+        if sys.stdout is not None:  # None: it was closed before we began
+            sys.stdout.flush()
+    except BrokenPipeError:
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(ExitCode.FAILED)
+        return False
+    return True
 
 
 def _open_closed_streams() -> None:

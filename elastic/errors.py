@@ -14,8 +14,9 @@
     +-- StepsLostError                 5    stopped, but steps after the newest committed one are lost
     +-- DoNotRetryError                78   a worker said that a retry is useless (EX_CONFIG)
 
-A worker that ends with one of the JobFailedError kind marks its progress block `fatal`: the agent then ends the
-job with exit 1 at once instead of spending the restart budget on a failure that would come back.
+A worker that has a session and ends with an exception, of whatever kind, whose `retry_is_useless` is true marks its
+progress block `fatal`: the agent then ends the job with exit 1 at once instead of spending the restart budget on a
+failure that would come back.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ class ElasticError(Exception):
     """Base of every error elasticd raises on purpose; the message names the thing, the value and the remedy."""
 
     exit_code: ExitCode = ExitCode.FAILED
+    retry_is_useless = False
 
 
 class UsageError(ElasticError):
     """A flag, a key of the job file or a combination of values is wrong."""
 
     exit_code = ExitCode.USAGE
+    retry_is_useless = True
 
 
 class StoreRefusedError(UsageError):
@@ -54,6 +57,8 @@ class StoreRefusedError(UsageError):
 
 class JobFailedError(ElasticError):
     """The job cannot go on, and trying again would not help."""
+
+    retry_is_useless = True
 
 
 class BudgetSpentError(JobFailedError):

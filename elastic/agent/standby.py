@@ -188,6 +188,13 @@ def record(failure: BaseException) -> None:
         print(f"cannot write {path}: {exc}", file=sys.stderr)  # noqa: T201
 
 
+def tell_if_final(failure: BaseException) -> None:
+    """Have the agent told that a retry would fail the same way, where the failure says so and there is a session."""
+    ours = sys.modules.get("elastic.training.session")
+    if ours is not None and getattr(failure, "retry_is_useless", False) is True:
+        ours.session().fatal(failure)
+
+
 def end(code: int) -> NoReturn:
     """Finish as the interpreter would (threads, atexit, flush), but leave the process group cleanly and always exit."""
     try:
@@ -254,6 +261,7 @@ def run(message: dict[str, Any]) -> NoReturn:
     except BaseException as exc:  # noqa: BLE001 - the top of the process
         _drop_our_frames(exc)
         record(exc)
+        tell_if_final(exc)
         sys.excepthook(type(exc), exc, exc.__traceback__)
         code = 1
     end(code)

@@ -99,6 +99,7 @@ class Session:
         self._channel = AgreementChannel(world_size=environment.world_size, timeout_seconds=timeout_seconds)
         self._saves_seen = self._progress.saves_requested if self._progress else 0
         self._stop_signalled = False
+        self._fatal: BaseException | None = None
         self._saved_at = time.monotonic()
         self._phase, self._phase_limit = Phase.STARTING, 0.0
         self._first_step = True
@@ -374,7 +375,13 @@ class Session:
         self._update(outcome=Outcome.FINISHED, step=step)
 
     def fatal(self, error: BaseException) -> None:
-        """A retry would fail the same way: the agent ends the job and spends no budget. Let `error` propagate."""
+        """A retry would fail the same way: the agent ends the job and spends no budget. Let `error` propagate.
+
+        Called for you when the program ends with an exception whose `retry_is_useless` is true.
+        """
+        if error is self._fatal:
+            return
+        self._fatal = error
         logger.error("run=%s round=%s rank=%s cannot go on: %s", self.run_id, self.round, self.rank, error)
         self._update(outcome=Outcome.FATAL)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.job import running, write
+from tests.support.job import run_to_end, running, wait_for, write
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -47,10 +47,22 @@ def test_a_killed_worker_is_replaced_at_the_newest_step(tmp_path: Path, script: 
         assert job.wait_status(lambda s: s["round"] == 2 and s["base_step"] is not None)["base_step"] >= 20
         status = job.wait_status(lambda s: s["incidents"] and s["incidents"][0]["lost_steps"] is not None)
         assert status["incidents"][0]["lost_steps"] <= 1
-        assert f"round 2: training goes on after step {status['base_step']}" in job.output
+        wait_for(lambda: f"round 2: training goes on after step {status['base_step']}" in job.output)
         assert "round 1: rank 0 has ended: stopped by the agent" in job.output
         assert status["cause"] == "rank 1 killed by SIGKILL"
         assert job.wait() == 0, job.output
+
+
+def test_checkpoints_that_are_all_damaged_end_the_job_at_once(tmp_path: Path, script: Path) -> None:
+    folder = tmp_path / "ckpt" / "step-000000000007"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{")
+    agent = ("--http", "127.0.0.1:0", "--checkpoint-dir", "ckpt")
+    code, output = run_to_end(tmp_path, *agent, str(script))
+    assert code == 1, output
+    assert output.count("starting ranks") == 1, "trying again would not mend them"
+    assert output.count("cannot go on: ") == 1
+    assert "manifest.json" in output
 
 
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])

@@ -75,7 +75,7 @@ def test_what_was_told_of_a_step_stands() -> None:
 
 
 class OneSlow(SentenceTask):
-    """The last of `ranks` ranks takes three times as long for a micro-batch as the others."""
+    """The last of `ranks` ranks takes ten times as long for a micro-batch: also where the others wait for a processor."""
 
     def __init__(self, *, ranks: int, size: int) -> None:
         super().__init__(size=size, double=True)
@@ -83,7 +83,7 @@ class OneSlow(SentenceTask):
         self.extra: list[float] = []
 
     def loss(self, model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
-        time.sleep(0.024 if os.environ["RANK"] == str(self.ranks - 1) else 0.008)
+        time.sleep(0.08 if os.environ["RANK"] == str(self.ranks - 1) else 0.008)
         return super().loss(model, batch)
 
 
@@ -98,7 +98,7 @@ def test_a_slow_rank_gets_less_and_the_training_is_the_same(ranks: int, loader_w
         assert samples_used(runs, epoch=epoch) == list(range(94))
     assert micro_batches_run(runs[-1])[:3] == [12 // ranks] * 3, "nothing is known of the ranks' speeds yet"
     late = micro_batches_run(runs[-1])[8:11]
-    assert max(late) <= 12 // ranks - 1 - (ranks == 2), "three times as slow"
+    assert max(late) <= 12 // ranks - 1 - (ranks == 2), "many times as slow"
     assert min(late) >= 1
     for run in runs:
         assert run.digests == runs[0].digests

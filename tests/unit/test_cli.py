@@ -309,7 +309,11 @@ def test_a_checkpoints_module_in_the_working_directory_does_not_shadow_ours(
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
-def test_a_reader_that_goes_away_is_no_traceback(environ: dict[str, str], tmp_path: Path) -> None:
-    command = f"{sys.executable} -m elastic --help | true; {sys.executable} -m elastic checkpoints list . | true"
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_goes_away_is_no_traceback(environ: dict[str, str], tmp_path: Path, unbuffered: str) -> None:
+    environ = {**environ, "PYTHONUNBUFFERED": unbuffered}
+    elasticd = f"{sys.executable} -m elastic"
+    commands = ("--help", "checkpoints --help", "checkpoints list .")  # to one who is certainly gone by then
+    command = "; ".join(f"(sleep 0.2; exec {elasticd} {arguments}) | true" for arguments in commands)
     done = subprocess.run(command, shell=True, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
