@@ -75,7 +75,7 @@ def test_what_was_told_of_a_step_stands() -> None:
 
 
 class OneSlow(SentenceTask):
-    """The last of `ranks` ranks takes ten times as long for a micro-batch: also where the others wait for a processor."""
+    """The last of `ranks` ranks takes ten times as long for a micro-batch, so that a busy machine does not hide it."""
 
     def __init__(self, *, ranks: int, size: int) -> None:
         super().__init__(size=size, double=True)
