@@ -146,9 +146,9 @@ class Agent(ElasticAgent):
         return view.round.cause if view.round is not None and view.outcome == "failed" else ""
 
     @property
-    def has_session(self) -> bool:
-        """Whether any worker has ever said what step it was at."""
-        return self._crew.applied_step >= 0
+    def steps(self) -> tuple[int, int]:
+        """The newest applied and the newest committed step that any worker has told of; -1: none has."""
+        return self._crew.applied_step, self._crew.disk_step
 
     @property
     def last_failure(self) -> FailureStatus | None:
@@ -220,7 +220,11 @@ class Agent(ElasticAgent):
         if crew.done.killed or not (crew.workers.alive or ended):
             return
         was_frozen = silent > self._config.lease_ttl_seconds / 2  # a loop that runs passes several times in that
-        cause = f"the agent did not run for {silent:.1f} s" if was_frozen else "the lease could not be renewed"
+        cause = (
+            f"the agent did not run for {silent:.1f} s"
+            if was_frozen
+            else "etcd could not be reached to renew the lease"
+        )
         self._story.fenced(cause, failed_at=self._last_pass)
         crew.done.frozen = True
         crew.kill()

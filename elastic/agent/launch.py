@@ -101,7 +101,7 @@ def run_job(config: JobConfig) -> int:
         _say_where(config, server, access)
         agent.run()
         life.end(agent.exit_code)
-        return _report(agent)
+        return _report(agent, config)
 
 
 def _say_where(config: JobConfig, server: StatusServer, access: Access) -> None:
@@ -150,17 +150,27 @@ def _worker_spec(config: JobConfig, handler: MembershipHandler) -> WorkerSpec:
     )
 
 
-def _report(agent: Agent) -> int:
+def _report(agent: Agent, config: JobConfig) -> int:
     """The last line of the log says how the job ended."""
     code, failure = agent.exit_code, agent.last_failure
+    applied, on_disk = agent.steps
+    place = f" in {config.checkpoint_dir}" if config.checkpoint_dir else ""
     if code is ExitCode.SUCCEEDED:
         logger.info("the job has succeeded")
-    elif code is ExitCode.DRAINED and agent.has_session:
-        logger.info("the job has drained: run it again to go on")
+    elif code is ExitCode.DRAINED and on_disk >= 0:
+        logger.info("the job has drained, step %d is committed%s: run it again to go on", on_disk, place)
+    elif code is ExitCode.DRAINED and applied >= 0:
+        logger.info("the job has drained before a step that would have to be saved: run it again to go on")
     elif code is ExitCode.DRAINED:
         logger.info("the job was stopped; its workers have no session, so only they know what they have saved")
     elif code is ExitCode.STEPS_LOST:
-        logger.error("stopped, but steps after the newest committed one are lost")
+        newest = f"step {on_disk} is the newest that is committed{place}" if on_disk >= 0 else "nothing was committed"
+        logger.error(
+            "stopped at step %d, and %s: what lies between is trained again, unless other nodes of the job have it in "
+            "memory and go on",
+            applied,
+            newest,
+        )
     elif agent.error is not None:
         logger.error("the job has failed here: %s", agent.error)
     elif agent.closing_cause:

@@ -46,6 +46,7 @@ from elastic.rendezvous.round import (
     advance,
     all_stopped,
     backoff_seconds,
+    budget_spent,
     form,
 )
 
@@ -161,10 +162,7 @@ def _follow(view: LeaderView, current: Round) -> Write | Wait:
     charged = current.phase is Phase.BROKEN and current.charged and not gone
     rules = view.rules
     if charged and view.used + 1 > rules.max_restarts:
-        cause = (
-            f"restart budget spent: {view.used + 1} failures within {rules.restart_window_seconds:g} s, "
-            f"--max-restarts is {rules.max_restarts}: {current.cause}"
-        )
+        cause = budget_spent(view.used + 1, rules.max_restarts, rules.restart_window_seconds, current.cause)
         closed = advance(current, Phase.CLOSED, cause, outcome="failed")
         return Write(round=dataclasses.replace(closed, exit_code=1), charge=current.cause)
     failures = _failures(current, charged)

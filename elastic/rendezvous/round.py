@@ -281,6 +281,12 @@ class Budget:
         return self.used(now) > self.limit
 
 
+def budget_spent(failures: int, limit: int, window_seconds: float, cause: str) -> str:
+    """Why a job ends with the failure that was one too many."""
+    within = f"{failures} failure{'s' if failures != 1 else ''} within {window_seconds:g} s"
+    return f"restart budget spent: {within}, --max-restarts is {limit}: {cause}"
+
+
 def backoff_seconds(
     failures_without_progress: int, jitter: float, *, first: float = 0.5, longest: float = 30.0
 ) -> float:

@@ -11,7 +11,17 @@ import random
 from collections.abc import Callable
 
 from elastic.rendezvous.membership import Breakage, View, Waiting
-from elastic.rendezvous.round import Budget, Limits, Node, Phase, Round, advance, backoff_seconds, next_round
+from elastic.rendezvous.round import (
+    Budget,
+    Limits,
+    Node,
+    Phase,
+    Round,
+    advance,
+    backoff_seconds,
+    budget_spent,
+    next_round,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +79,10 @@ class Standalone:
         self._not_before = now + backoff_seconds(self._failures_without_progress - 1, self._jitter())
         self._set(advance(self._round, Phase.BROKEN, breakage.cause))
         if breakage.fatal or self._budget.is_spent(now):
-            closed = advance(self._round, Phase.CLOSED, breakage.cause, outcome="failed")
+            budget, cause = self._budget, breakage.cause
+            if not breakage.fatal:
+                cause = budget_spent(budget.used(now), budget.limit, budget.window_seconds, cause)
+            closed = advance(self._round, Phase.CLOSED, cause, outcome="failed")
             self._set(dataclasses.replace(closed, exit_code=breakage.exit_code))
 
     def done(self) -> None:

@@ -44,6 +44,10 @@ def test_a_failure_is_named_its_peers_are_stopped_and_the_next_round_runs_until_
     budget = ("--max-restarts", str(len(FAULTS) - 1), "--log-dir", "logs", "-r", "3")
     code, output = run_to_end(tmp_path, *PAIR, *budget, "script.py")
     assert code == 1, output
+    last = output.strip().splitlines()[-1]
+    assert (
+        f"restart budget spent: {len(FAULTS)} failures within 600 s, --max-restarts is {len(FAULTS) - 1}: rank" in last
+    )
     told = re.findall(r" ERROR \S+ round (\d+): (.*)", output)
     for number, (_, words) in enumerate(FAULTS):
         assert told[number][0] == str(number + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -20,6 +21,7 @@ def test_usr1_saves_and_term_drains_at_a_step_boundary_and_the_next_start_goes_o
         assert job.wait() == 143, job.output
     stopped_at = int((tmp_path / "state").read_text())
     assert stopped_at >= saved + 5
+    assert f"the job has drained, step {stopped_at} is committed" in job.output
     with running(tmp_path, *PAIR, "--usr1", "drain", *FOREVER) as job:
         assert job.wait_step(stopped_at + 1)["base_step"] == stopped_at
         job.signal(signal.SIGUSR1)  # it can mean a drain, too
@@ -33,6 +35,7 @@ def test_a_drain_that_could_not_save_is_exit_5(tmp_path: Path) -> None:
         job.wait_step(5)
         job.signal(signal.SIGTERM)
         assert job.wait() == 5, job.output
+    assert re.search(r"stopped at step \d+, and (step \d+ is the newest that|nothing) (is|was) committed", job.output)
 
 
 def test_workers_that_outstay_the_drain_grace_are_killed_and_the_loss_is_exit_5(tmp_path: Path) -> None:

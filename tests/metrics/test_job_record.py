@@ -25,7 +25,7 @@ from elastic.status import Incident, IncidentSeconds, JobStatus, WorkerStatus
         ("nodes a, b join", "node_joined"),
         ("node c joins", "node_joined"),
         ("node a: the agent did not run for 6.1 s", "fenced"),
-        ("node a: the lease could not be renewed", "fenced"),
+        ("node a: etcd could not be reached to renew the lease", "fenced"),
         ("node a: it was stopped", "fenced"),
         ("cannot start a worker: [Errno 12] Cannot allocate memory", "worker_failed"),
         ("started", "other"),
