@@ -39,6 +39,8 @@ class Installer:
 
     def install(self, job: Job) -> None:
         """Raises: UsageError."""
+        if self._root is None:
+            _check_user(job.user)
         self._say_if_dry()
         changed = self._write((*plan.shared_files(), *plan.files_of(job)))
         self._run("systemd-sysusers", str(plan.SYSUSERS), needed=changed)
@@ -49,6 +51,11 @@ class Installer:
         if self._root is None:
             for path in (Path(job.program[0]), job.directory, *job.writable):
                 self._warn_if_closed(path, job.user)
+                if is_private(path):
+                    self._say(
+                        f"WARNING: the service will not find {path}: it has a directory for temporary files of its own "
+                        "(PrivateTmp=yes). Move it, or set PrivateTmp=no with `systemctl edit`"
+                    )
 
     def install_etcd(self) -> None:
         """The example of an etcd. Raises: UsageError."""
@@ -168,6 +175,20 @@ class Installer:
         closed = first_closed(path, user)
         if closed is not None:
             self._say(f"WARNING: user {user} cannot enter {closed}, on the way to {path}: open it, or choose --user")
+
+
+def is_private(path: Path) -> bool:
+    """Whether it lies where a service with PrivateTmp=yes has directories of its own."""
+    return any(path.is_relative_to(place) for place in ("/tmp", "/var/tmp"))
+
+
+def _check_user(user: str) -> None:
+    """Raises: UsageError for one whom nobody knows; the default one is made with the service."""
+    with contextlib.suppress(KeyError):
+        pwd.getpwnam(user)
+        return
+    if user != plan.DEFAULT_USER:
+        raise UsageError(f"--user {user}: there is no such user on this host; make it first (useradd --system {user})")
 
 
 def first_closed(path: Path, user: str) -> Path | None:

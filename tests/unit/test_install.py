@@ -13,7 +13,7 @@ import pytest
 
 from elastic.cli import main
 from elastic.config import load
-from elastic.service import plan
+from elastic.service import install, plan
 from elastic.service.install import first_closed
 from elastic.service.stamp import State, is_intact, stamped, state
 
@@ -161,6 +161,33 @@ def test_without_root_it_says_how_to_go_on(host: Host, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert main(["install", str(host.job)]) == 2
     assert "sudo" in host._capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("job_in", "arguments", "code", "said"),
+    [
+        ("work", ("--user", "no-such-user"), 2, "no such user"),
+        ("work", ("--user", "nobody"), 0, ""),
+        ("tmp", ("--user", "nobody"), 0, "PrivateTmp=yes"),
+    ],
+)
+def test_what_the_service_would_fail_with_is_said_in_a_dry_run_too(
+    host: Host, monkeypatch: pytest.MonkeyPatch, job_in: str, arguments: tuple[str, ...], code: int, said: str
+) -> None:
+    monkeypatch.setattr(install, "is_private", lambda path: job_in == "tmp" and path.name == "ckpt")
+    assert main(["install", str(host.job), *arguments, "--dry-run"]) == code
+    out, err = host._capsys.readouterr()
+    assert said in out + err
+    assert ("PrivateTmp=yes). Move" in out) is (job_in == "tmp")
+
+
+def test_a_tmp_of_the_services_own_is_known() -> None:
+    assert [install.is_private(Path(p)) for p in ("/tmp/a", "/var/tmp/a/b", "/var/tmpfiles", "/srv/tmp")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_the_password_may_come_later_and_is_asked_for(host: Host) -> None:
