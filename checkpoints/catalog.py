@@ -23,6 +23,7 @@ from .shards import verify_shard
 from .storage import Storage, open_storage
 
 PathLike = str | os.PathLike[str]
+_SHOWN_STEPS = 20
 Check = Callable[[Storage, str, Manifest], None]
 
 
@@ -35,9 +36,16 @@ def list_checkpoints(directory: PathLike) -> list[dict[str, Any]]:
     return _survey(directory, lambda storage, path, manifest: None)
 
 
-def verify(directory: PathLike) -> list[dict[str, Any]]:
-    """As `list_checkpoints`, after reading every file for its checksum."""
-    return _survey(directory, _verify_all)
+def verify(directory: PathLike, step: int | None = None) -> list[dict[str, Any]]:
+    """As `list_checkpoints`, after reading every file for its checksum; of `step` alone where it is given.
+
+    Raises:
+        CheckpointError: there is no such step.
+    """
+    found = _survey(directory, _verify_all, step)
+    if step is not None and not found:
+        raise CheckpointError(_no_step(os.fspath(directory), step))
+    return found
 
 
 def show(directory: PathLike, step: int) -> dict[str, Any]:
@@ -66,19 +74,24 @@ def prune(
     return [before[path] for path in (storage.join(root, name) for name in names) if path in before]
 
 
-def export(directory: PathLike, out: PathLike, step: int | None = None) -> dict[str, Any]:
+def export(directory: PathLike, out: PathLike, step: int | None = None, only: str | None = None) -> dict[str, Any]:
     """Write one checkpoint's tensors into a single safetensors file; returns step, path, bytes and number of tensors.
 
-    Names are the keys on the way to each tensor, joined by "/". Without `step` it is the newest committed one.
+    Names are the keys on the way to each tensor, joined by "/"; with `only` those below that key, and without it: of
+    "model" the names of the model's own state_dict. Without `step` it is the newest committed one.
 
     Raises:
-        CheckpointError: there is none, or it does not verify; `out` is not touched then.
+        CheckpointError: there is none, it does not verify or has no such key; `out` is not touched then.
     """
     storage, root = open_storage(directory)
     path, manifest = _find(storage, root, _newest(directory) if step is None else step)
     _verify_all(storage, path, manifest)
-    size = write_safetensors(storage, path, manifest, Path(out))
-    return {"step": manifest.step, "path": os.fspath(out), "bytes": size, "tensors": len(manifest.tensors)}
+    prefix = f"{only.rstrip('/')}/" if only else ""
+    if only and not any(tensor.name.startswith(prefix) for tensor in manifest.tensors):
+        keys = sorted({tensor.name.partition("/")[0] for tensor in manifest.tensors})
+        raise CheckpointError(f"{path} has no tensors below the key {only!r}; its keys are {', '.join(keys)}")
+    size, count = write_safetensors(storage, path, manifest, Path(out), prefix)
+    return {"step": manifest.step, "path": os.fspath(out), "bytes": size, "tensors": count}
 
 
 def highest_round(directory: PathLike) -> int:
@@ -91,12 +104,19 @@ def _verify_all(storage: Storage, path: str, manifest: Manifest) -> None:
         verify_shard(storage, path, manifest, file)
 
 
-def _survey(directory: PathLike, check: Check) -> list[dict[str, Any]]:
+def _survey(directory: PathLike, check: Check, step: int | None = None) -> list[dict[str, Any]]:
     storage, root = open_storage(directory)
     sound = list(manifests_in(storage, root))
     rounds = {*read_rounds(storage, root), *((manifest.round, manifest.base_step) for manifest in sound)}
-    entries = [_entry(storage, root, name, rounds, check) for name in storage.names(root)]
+    names = [name for name in storage.names(root) if step is None or step in _steps_of(name)]
+    entries = [_entry(storage, root, name, rounds, check) for name in names]
     return sorted((e for e in entries if e is not None), key=lambda e: (e["step"], e["round"] or 0, e["path"]))
+
+
+def _steps_of(name: str) -> tuple[int | None, ...]:
+    """The step that a directory is about, whatever its state."""
+    writing = parse_writing(name)
+    return parse_step(name), parse_void(name), writing[0] if writing is not None else None
 
 
 def _entry(storage: Storage, root: str, name: str, rounds: set[tuple[int, int]], check: Check) -> dict[str, Any] | None:
@@ -149,6 +169,11 @@ def _find(storage: Storage, root: str, step: int) -> tuple[str, Manifest]:
     try:
         return path, manifests.read(storage, path)
     except CorruptCheckpointError as exc:
-        others = sorted({e["step"] for e in list_checkpoints(root) if e["state"] == "committed"} - {step})
-        known = f"; committed are the steps {', '.join(map(str, others))}" if others else ""
-        raise CheckpointError(f"{path}: {exc}{known}") from exc
+        is_there = path in {storage.join(root, name) for name in storage.names(root)}
+        raise CheckpointError(f"{path}: {exc}" if is_there else _no_step(root, step)) from exc
+
+
+def _no_step(root: str, step: int) -> str:
+    steps = sorted({entry["step"] for entry in list_checkpoints(root) if entry["state"] == "committed"})
+    shown = ", ".join([*(["..."] if len(steps) > _SHOWN_STEPS else []), *map(str, steps[-_SHOWN_STEPS:])])
+    return f"there is no checkpoint of step {step} in {root}" + (f"; committed are the steps {shown}" if steps else "")

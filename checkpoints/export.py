@@ -16,19 +16,23 @@ from .shards import header_entry, layout
 from .storage import CHUNK_BYTES, FILE_MODE, Storage
 
 
-def write_safetensors(storage: Storage, directory: str, manifest: Manifest, out: Path) -> int:
+def write_safetensors(
+    storage: Storage, directory: str, manifest: Manifest, out: Path, prefix: str = ""
+) -> tuple[int, int]:
     """Join the pieces of every tensor, the wide ones first; tied tensors are written once for each name.
 
-    `out` appears whole or not at all; returns its size in bytes.
+    Of the tensors whose names begin with `prefix`, and without it. `out` appears whole or not at all; returns its size
+    in bytes and the number of tensors.
     """
     owners = {tensor.name: index for index, tensor in enumerate(manifest.tensors)}
-    order = sorted(range(len(manifest.tensors)), key=lambda index: -manifest.tensors[index].itemsize)
+    chosen = [index for index, tensor in enumerate(manifest.tensors) if tensor.name.startswith(prefix)]
+    order = sorted(chosen, key=lambda index: -manifest.tensors[index].itemsize)
     entries: dict[str, Any] = {}
     offset = 0
     for index in order:
         tensor = manifest.tensors[index]
         end = offset + tensor.elements * tensor.itemsize
-        entries[tensor.name] = header_entry(tensor.dtype, tensor.shape, offset, end)
+        entries[tensor.name.removeprefix(prefix)] = header_entry(tensor.dtype, tensor.shape, offset, end)
         offset = end
     header = json.dumps({"__metadata__": {"format": "pt", "step": str(manifest.step)}, **entries}).encode()
     header = header.ljust(-(-len(header) // 8) * 8)
@@ -50,7 +54,7 @@ def write_safetensors(storage: Storage, directory: str, manifest: Manifest, out:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-    return 8 + len(header) + offset
+    return 8 + len(header) + offset, len(order)
 
 
 def _places(manifest: Manifest) -> dict[int, list[tuple[int, int, int]]]:

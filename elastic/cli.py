@@ -128,7 +128,7 @@ def _status(options: argparse.Namespace) -> int:
 
     if options.rdzv_endpoint:
         return show_job(options, os.environ)
-    return show_status(os.environ, run_id=options.run_id, as_json=options.json, watch=options.watch)
+    return show_status(os.environ, options)
 
 
 def _drain(options: argparse.Namespace) -> int:
@@ -217,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar="JOB",
             help="the agent of this job, when there are several on this host",
         )
-    for command in (drain, profile):
+    for command in (status, drain, profile):
         command.add_argument("--pid", type=int, metavar="PID", help="the agent with this process id")
 
     _add_checkpoint_actions(commands.add_parser("checkpoints", description="Look after a directory of checkpoints."))
@@ -266,8 +266,15 @@ def _add_checkpoint_actions(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--json", action="store_true", help="print JSON")
         action.set_defaults(handler=_checkpoints)
     made["export"].add_argument("output", type=Path, metavar="OUT.safetensors")
-    for name in ("show", "export"):
-        made[name].add_argument("--step", type=int, metavar="N", help="default: the newest committed step")
+    made["export"].add_argument(
+        "--only", metavar="KEY", help="the tensors below this key, such as model, named without it"
+    )
+    for name, which in (
+        ("show", "the newest committed step"),
+        ("export", "the newest committed step"),
+        ("verify", "all"),
+    ):
+        made[name].add_argument("--step", type=int, metavar="N", help=f"default: {which}")
     made["prune"].add_argument("--keep-last", type=int, default=3, metavar="K", help="default: %(default)s")
     made["prune"].add_argument("--keep-every", type=int, metavar="N", help="also keep every step divisible by N")
     made["prune"].add_argument("--dry-run", action="store_true", help="say what would be removed, remove nothing")

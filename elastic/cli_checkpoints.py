@@ -45,7 +45,7 @@ def _name_its_folder(options: argparse.Namespace) -> None:
     step = manifests.parse_step(name)
     if step is None or not Path(options.directory, manifests.MANIFEST).exists():
         return
-    if options.action not in ("show", "export") or options.step not in (None, step):
+    if options.action not in ("show", "export", "verify") or options.step not in (None, step):
         raise UsageError(f"{options.directory!r} is the checkpoint of step {step} alone: name its folder, {folder!r}")
     options.directory, options.step = folder or ".", step
 
@@ -58,9 +58,12 @@ def _list(catalog: Any, options: argparse.Namespace) -> int:
 
 def _verify(catalog: Any, options: argparse.Namespace) -> int:
     """What was committed and cannot be restored is a failure; what was never committed is not."""
-    entries = catalog.verify(options.directory)
+    entries = catalog.verify(options.directory, options.step)
     corrupt = [entry for entry in entries if entry["state"] == "corrupt"]
-    summary = f"{len(corrupt)} of {len(entries)} corrupt" if corrupt else f"{len(entries)} read, none corrupt"
+    partial = sum(entry["state"] == "partial" for entry in entries)
+    read = len(entries) - partial
+    summary = f"{len(corrupt)} of {read} corrupt" if corrupt else f"{read} read, none corrupt"
+    summary += f"; {partial} never committed" if partial else ""
     _print(options, entries, f"{_lines(entries)}\n\n{summary}" if entries else f"no checkpoints in {options.directory}")
     return int(ExitCode.FAILED if corrupt else ExitCode.SUCCEEDED)
 
@@ -96,7 +99,7 @@ def _export(catalog: Any, options: argparse.Namespace) -> int:
         )
     if options.output.is_dir():
         raise UsageError(f"{str(options.output)!r} is a directory; name a file such as model.safetensors")
-    done = catalog.export(options.directory, options.output, options.step)
+    done = catalog.export(options.directory, options.output, options.step, options.only)
     text = f"step {done['step']}: {done['tensors']} tensors, {human_bytes(done['bytes'])}, written to {done['path']}"
     _print(options, done, text)
     return int(ExitCode.SUCCEEDED)

@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from elastic.cli_table import shown, table
 from elastic.errors import ExitCode, UsageError
@@ -18,17 +18,21 @@ from elastic.status import FailureStatus, JobStatus
 _REFRESH_SECONDS = 1.0
 
 
-def show_status(environ: Mapping[str, str], *, run_id: str | None, as_json: bool, watch: bool) -> int:
+def show_status(environ: Mapping[str, str], options: argparse.Namespace) -> int:
     """Returns the exit code: 1 when there is no agent to ask."""
-    agents = client.find_agents(environ, run_id)
+
+    def find() -> list[FoundAgent]:
+        return _found(environ, options.run_id, options.pid)
+
+    agents = find()
     if not agents:
-        print(_none_found(run_id), file=sys.stderr)
+        print(_none_found(options.run_id, options.pid), file=sys.stderr)
         return int(ExitCode.FAILED)
-    if watch:
+    if options.watch:
         with contextlib.suppress(KeyboardInterrupt):
-            _watch(environ, agents, run_id, as_json)
+            _watch(find, agents, options.json)
     else:
-        print(_as_json(agents) if as_json else _as_text(agents))
+        print(_as_json(agents) if options.json else _as_text(agents))
     return int(ExitCode.SUCCEEDED)
 
 
@@ -69,7 +73,7 @@ def drain_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | No
 
 def the_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | None) -> FoundAgent | None:
     """The one that is meant; None when there is none, which is then said. Raises: UsageError for more than one."""
-    agents = [agent for agent in client.find_agents(environ, run_id) if pid in (None, agent.pid)]
+    agents = _found(environ, run_id, pid)
     if not agents:
         print(_none_found(run_id, pid), file=sys.stderr)
         return None
@@ -79,18 +83,22 @@ def the_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | None
     return agents[0]
 
 
+def _found(environ: Mapping[str, str], run_id: str | None, pid: int | None) -> list[FoundAgent]:
+    return [agent for agent in client.find_agents(environ, run_id) if pid in (None, agent.pid)]
+
+
 def _none_found(run_id: str | None, pid: int | None = None) -> str:
     which = (f" of job {run_id}" if run_id else "") + (f" with pid {pid}" if pid is not None else "")
     return f"elasticd: no running agent{which} on this host"
 
 
-def _watch(environ: Mapping[str, str], agents: list[FoundAgent], run_id: str | None, as_json: bool) -> None:
+def _watch(find: Callable[[], list[FoundAgent]], agents: list[FoundAgent], as_json: bool) -> None:
     """In place on a terminal, one after another elsewhere; until interrupted or the last agent has ended."""
     if as_json or not sys.stdout.isatty():
         while agents:
             print(_as_json(agents) if as_json else _as_text(agents) + "\n", flush=True)
             time.sleep(_REFRESH_SECONDS)
-            agents = client.find_agents(environ, run_id)
+            agents = find()
         return
     from rich.live import Live
     from rich.text import Text
@@ -99,7 +107,7 @@ def _watch(environ: Mapping[str, str], agents: list[FoundAgent], run_id: str | N
         while agents:
             live.update(Text(_as_text(agents)), refresh=True)
             time.sleep(_REFRESH_SECONDS)
-            agents = client.find_agents(environ, run_id)
+            agents = find()
     print("the last agent has ended")
 
 
@@ -115,9 +123,9 @@ def _as_text(agents: list[FoundAgent]) -> str:
 def render(status: JobStatus, pid: int | None) -> str:
     """One agent's view for people; without a pid the whole job's, as etcd has it."""
     outcome = f" ({status.outcome})" if status.outcome else ""
+    begin = "" if status.base_step is None else f", from step {status.base_step}"  # which etcd does not know
     lines = [
-        f"job {status.run_id}: {status.state}{outcome}, round {status.round}, world size {status.world_size}, "
-        f"from step {shown(status.base_step)}",
+        f"job {status.run_id}: {status.state}{outcome}, round {status.round}, world size {status.world_size}{begin}",
     ]
     if status.cause:
         lines += [f"round {status.round}: {status.cause}"]

@@ -22,6 +22,8 @@ def shipped() -> dict[str, str]:
 
 def write(directory: Path) -> list[Path]:
     """Write all of them into `directory`; returns where they are. Raises: UsageError."""
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"{directory} is a file; name a directory, which is made if need be")
     written = []
     try:
         directory.mkdir(parents=True, exist_ok=True)

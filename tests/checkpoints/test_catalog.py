@@ -63,8 +63,9 @@ def test_show_tells_what_the_manifest_says(tmp_path: Path) -> None:
     json.dumps(shown)
     assert (shown["run_id"], shown["incarnation"], shown["samples"], shown["step"]) == ("job", "one", 10, 5)
     assert {"name": "model/bias", "dtype": "bfloat16", "shape": [16]} in shown["tensors"]
-    with pytest.raises(CheckpointError, match=r"step-0+6: manifest.json is missing"):
-        catalog.show(tmp_path, 6)
+    for ask in (catalog.show, catalog.verify):
+        with pytest.raises(CheckpointError, match=r"no checkpoint of step 6 in .*; committed are the steps 5$"):
+            ask(tmp_path, 6)
 
 
 def test_prune_says_what_it_would_remove_and_removes_it(tmp_path: Path) -> None:
@@ -95,7 +96,15 @@ def test_export_joins_the_pieces_into_one_plain_file(tmp_path: Path) -> None:
     assert torch.equal(old["model/tied"], old["model/weight"])
     assert old["model/empty"].shape == (0, 3)
     assert old["optimizer/state/0/step"].item() == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "one.safetensors", "out.safetensors"]
+    told = catalog.export(tmp_path / "d", tmp_path / "model.safetensors", step=1, only="model")
+    own = load_file(tmp_path / "model.safetensors")
+    assert set(own) == {name.removeprefix("model/") for name in old if name.startswith("model/")}
+    assert told["tensors"] == len(own) < len(old)
+    assert all(torch.equal(tensor, old[f"model/{name}"]) for name, tensor in own.items())
+    with pytest.raises(CheckpointError, match="no tensors below the key 'mode'; its keys are model, optimizer"):
+        catalog.export(tmp_path / "d", tmp_path / "none.safetensors", step=1, only="mode")
+    names = ["d", "model.safetensors", "one.safetensors", "out.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_export_of_a_damaged_checkpoint_writes_nothing(tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def test_checkpoints_are_listed_shown_exported_and_pruned(elasticd: Any, checkpo
 def test_verify_exits_1_only_when_something_committed_is_corrupt(elasticd: Any, checkpoint_dir: Path) -> None:
     sound = elasticd("checkpoints", "verify", "ckpt")
     assert sound.returncode == 0
-    assert "none corrupt" in sound.stdout
+    assert "4 read, none corrupt; 1 never committed" in sound.stdout
     shard = next((checkpoint_dir / "step-000000000030").glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
@@ -277,12 +277,14 @@ def test_verify_exits_1_only_when_something_committed_is_corrupt(elasticd: Any, 
     assert done.returncode == 1
     states = {entry["step"]: entry["state"] for entry in json.loads(done.stdout)}
     assert states == {10: "committed", 20: "committed", 30: "corrupt", 40: "committed", 50: "partial"}
-    assert "1 of 5 corrupt" in elasticd("checkpoints", "verify", "ckpt").stdout
+    assert "1 of 4 corrupt; 1 never committed" in elasticd("checkpoints", "verify", "ckpt").stdout
+    assert elasticd("checkpoints", "verify", "ckpt", "--step", "20").stdout.endswith("1 read, none corrupt\n")
+    assert elasticd("checkpoints", "verify", "ckpt/step-000000000030").returncode == 1
 
 
 def test_a_step_that_is_not_there_is_one_line(elasticd: Any, checkpoint_dir: Path) -> None:
-    assert_one_line(elasticd("checkpoints", "show", "ckpt", "--step", "7"), 1, "step-000000000007")
-    assert_one_line(elasticd("checkpoints", "export", "ckpt", "x", "--step", "7"), 1, "step-000000000007")
+    assert_one_line(elasticd("checkpoints", "show", "ckpt", "--step", "7"), 1, "no checkpoint of step 7")
+    assert_one_line(elasticd("checkpoints", "export", "ckpt", "x", "--step", "7"), 1, "no checkpoint of step 7")
     assert_one_line(elasticd("checkpoints", "show", "."), 1, "no committed checkpoint")
     assert_one_line(elasticd("checkpoints", "show", "ckpt", "--step", "7"), 1, "committed are the steps 10, 20, 30, 40")
 
