@@ -16,11 +16,30 @@ from tests.support.job import run_to_end, running, wait_for, write
 README = Path(__file__).parents[2] / "README.md"
 
 
+def blocks() -> list[str]:
+    return re.findall(r"<!-- a test runs this block -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    found = re.search(r"<!-- a test runs this block -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert found is not None
-    return write(tmp_path, "own_loop.py", found[1])
+    loop, _ = blocks()
+    return write(tmp_path, "own_loop.py", loop)
+
+
+def test_the_trainers_example_learns_and_is_drained_and_goes_on(tmp_path: Path) -> None:
+    _, trainer = blocks()
+    write(tmp_path, "sums.py", trainer)
+    agent = ("--http", "127.0.0.1:0", "--nproc-per-node", "2", "--checkpoint-dir", "ckpt", "--checkpoint-every", "100")
+    with running(tmp_path, *agent, "sums.py") as job:
+        job.wait_step(50)
+        job.signal(signal.SIGTERM)
+        assert job.wait() == 143, job.output
+        said = job.output
+    code, output = run_to_end(tmp_path, *agent, "sums.py")
+    assert code == 0, output
+    losses = dict(re.findall(r"^step (\d+): loss (\S+)$", said + output, re.MULTILINE))
+    assert sorted(map(int, losses)) == list(range(50, 501, 50)), said + output
+    assert float(losses["500"]) < float(losses["50"])
 
 
 def test_under_the_agent_it_saves_drains_and_goes_on(tmp_path: Path, script: Path) -> None:
