@@ -17,6 +17,8 @@ from .rounds import read_rounds
 from .slot import Mark
 from .storage import LocalStorage, Storage
 
+IN_MEMORY = " in memory"  # ends the name of a state that no directory holds
+
 
 def offer(storage: Storage, directory: str) -> tuple[Offer, dict[str, Opener]]:
     """What lies in the directory, and the sound ones by commit."""
@@ -43,7 +45,7 @@ def offer(storage: Storage, directory: str) -> tuple[Offer, dict[str, Opener]]:
 def with_memory(seen: Offer, folder: Path, run_id: str) -> tuple[Offer, dict[str, Opener]]:
     """The offer together with what the node's memory holds, and that by commit."""
     held = held_in(folder, run_id)
-    more = tuple(_candidate(f"{step_name(h.mark.step)} in memory", h.commit, "memory", h.mark) for h in held)
+    more = tuple(_candidate(f"{step_name(h.mark.step)}{IN_MEMORY}", h.commit, "memory", h.mark) for h in held)
     rounds = {*seen.rounds, *read_rounds(LocalStorage(), str(folder))}
     whole = dataclasses.replace(
         seen, candidates=(*seen.candidates, *more), rounds=tuple(sorted(rounds)), node=node_of(folder)

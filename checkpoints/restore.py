@@ -34,7 +34,7 @@ from .exchange import Exchange, depart
 from .held import Opener
 from .load import compare, load
 from .manifest import Manifest
-from .offer import offer, parse_offer, with_memory
+from .offer import IN_MEMORY, offer, parse_offer, with_memory
 from .peers import Peers, SenderFailedError, Surroundings, Trial, nothing_to_try, parse_trial
 from .rounds import frontier
 from .storage import Storage
@@ -170,7 +170,7 @@ class Restore:
         choice = choose(self._offers, self._struck, self._homes)
         for name, reason in choice.skipped:
             if name not in self._reported:
-                logger.warning("passed over %s: %s", self._storage.join(self._line.directory, name), reason)
+                logger.warning("passed over %s: %s", self._place(name), reason)
         self._reported.update(name for name, _ in choice.skipped)
         if choice.chosen is not None:
             chosen = choice.chosen
@@ -189,6 +189,10 @@ class Restore:
         if choice.refuse and not self._request.allow_fresh_start:
             return nothing_to_try(choice.skipped, self._nothing_usable(choice), "NoUsableCheckpointError")
         return nothing_to_try(choice.skipped)
+
+    def _place(self, name: str) -> str:
+        """Where a state lies, for people: what memory holds has no path on disk."""
+        return name if name.endswith(IN_MEMORY) else self._storage.join(self._line.directory, name)
 
     def _nothing_usable(self, choice: Choice) -> str:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.skipped)
@@ -224,7 +228,7 @@ class Restore:
             samples=manifest.samples,
             state=state,
             path=source.path,
-            skipped=tuple((self._storage.join(self._line.directory, name), reason) for name, reason in skipped),
+            skipped=tuple((self._place(name), reason) for name, reason in skipped),
             tier=trial.tier,
             files=tuple(file.name for file in manifest.files),
         )

@@ -223,7 +223,9 @@ def test_state_that_a_later_round_left_behind_is_void_in_memory_too(tmp_path: Pa
     third = manager_of(tmp_path / "disk", tmp_path / "away")
     restored = restored_by(third)
     assert (restored.step, restored.tier) == (4, "memory")
-    assert "void: round 2 started from step 4" in restored.skipped[0][1]
+    ((place, reason),) = restored.skipped
+    assert place == "step-000000000009 in memory"
+    assert "void: round 2 started from step 4" in reason
     third.close()
 
 
