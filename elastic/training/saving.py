@@ -125,7 +125,6 @@ class Saver:
             return None
         errors = own_checkpoints("errors")
         with self._session.phase(Phase.RESTORE):
-            self._session.note(restore_began_at=time.monotonic())
             try:
                 restored = self._manager.restore(
                     like,
@@ -138,7 +137,6 @@ class Saver:
                 raise DatasetChangedError(str(error)) from error
             except errors.CheckpointMismatchError as error:
                 raise JobFailedError(str(error)) from error
-            self._session.note(restore_ended_at=time.monotonic())
         if restored is not None and restored.tier == "memory":
             self._kept_step = restored.step
             self._session.note(memory_step=restored.step)

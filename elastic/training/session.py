@@ -100,6 +100,7 @@ class Session:
         self._saves_seen = self._progress.saves_requested if self._progress else 0
         self._stop_signalled = False
         self._fatal: BaseException | None = None
+        self._has_restored = False
         self._saved_at = time.monotonic()
         self._phase, self._phase_limit = Phase.STARTING, 0.0
         self._first_step = True
@@ -210,6 +211,9 @@ class Session:
         """From now on a drain is a request seen by `agree`, not a kill. `base_step` is the step that was restored."""
         if not self._environment.elastic:
             self._stop_on_sigterm()
+        if not self._has_restored:  # or has not said so: it is part of the start then
+            self._note_restore("began")
+            self._note_restore("ended")
         self._update(in_loop=1, step=step, base_step=base_step)
         self._clock.take()  # what came before belongs to no step
 
@@ -361,10 +365,19 @@ class Session:
         """Say what the worker does inside, and that it is back at what it did before."""
         before, limit_before = self._phase, self._phase_limit
         self.enter_phase(phase, limit_seconds=limit_seconds)
+        if phase is Phase.RESTORE:
+            self._note_restore("began")
         try:
             yield
+            if phase is Phase.RESTORE:
+                self._note_restore("ended")
         finally:
             self.enter_phase(before, limit_seconds=limit_before)
+
+    def _note_restore(self, what: str) -> None:
+        """For the account of a recovery: before the restore was the start, after it comes the first step."""
+        self._has_restored = True
+        self._update(**{f"restore_{what}_at": time.monotonic()})
 
     def drained(self, step: int) -> None:
         """The stop step is saved and this worker leaves on request; it should exit with 0."""
