@@ -40,7 +40,11 @@ class Chronicle:
         try:
             taken = Round.from_json(entry.value) if entry is not None else None
         except ValueError as exc:
-            logger.error("%s: %s; it is ignored until the next change", entry.key if entry else "", exc)
+            logger.error(
+                "%s: %s; it is ignored, and no round can follow until it is gone: delete the key, "
+                "where no newer elasticd has written it",
+                *(entry.key if entry else "", exc),
+            )
             return False
         before, self.round, self.round_entry = self.round, taken, entry
         if taken == before:
@@ -75,6 +79,6 @@ class Chronicle:
         try:
             self.news = News.from_json(entry.value) if entry is not None else None
         except ValueError as exc:
-            logger.error("%s", exc)
+            logger.error("%s: %s", entry.key if entry else "", exc)
             self.news = None
         return True

@@ -10,10 +10,11 @@ import logging
 from elastic.rendezvous.holding import Holding
 from elastic.rendezvous.leading import Leading, Office
 from elastic.rendezvous.records import News
-from elastic.rendezvous.store import Compare, Entry, Outcome, Put
+from elastic.rendezvous.store import Compare, Delete, Entry, Outcome, Put
 
 logger = logging.getLogger(__name__)
 
+_LOOK_SECONDS = 0.5
 _SPREAD_SECONDS = 0.0005  # per node, of as many as may come at first: a thousand do not all ask at once who leads
 
 
@@ -38,7 +39,7 @@ class Election:
         self.step_down()
         if leader is not None:
             self._try_at = None
-            return False, None
+            return False, None if leader.lease else self._remove(leader, now)
         if self._try_at is None:
             current = self._office.chronicle.round
             nodes = len(current.members) if current is not None else self._office.rules.limits.max_nodes
@@ -46,6 +47,12 @@ class Election:
         if now < self._try_at:
             return False, self._try_at
         return self._campaign(now, incarnation)
+
+    def _remove(self, stray: Entry, now: float) -> float:
+        """A leader's key has a lease; what has none was put there by somebody else, and would stand for ever."""
+        logger.error("%s has no lease, so no node has written it: it is removed", stray.key)
+        self._office.store.write([Compare(key=stray.key, mod_revision=stray.mod_revision)], [Delete(stray.key)])
+        return now + _LOOK_SECONDS
 
     def step_down(self) -> None:
         if self.leading is not None:

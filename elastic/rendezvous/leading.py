@@ -17,7 +17,7 @@ from elastic.rendezvous.chronicle import Chronicle
 from elastic.rendezvous.leader import Wait, Write, lead
 from elastic.rendezvous.leader_view import LeaderView, Rules, Seen, expected_settings
 from elastic.rendezvous.mismatch import other_program
-from elastic.rendezvous.records import Keys, News, NodeRecord
+from elastic.rendezvous.records import Keys, News, node_of
 from elastic.rendezvous.round import Node, Phase, Round
 from elastic.rendezvous.store import Compare, Entry, Event, Outcome, Put, Store, Watch
 
@@ -168,7 +168,7 @@ class Leading:
     def _take(self, entry: Entry, now: float) -> None:
         node_id = entry.key.removeprefix(self._keys.nodes)
         try:
-            node = NodeRecord.from_json(entry.value).node
+            node = node_of(entry)
         except ValueError as exc:
             logger.error("%s: %s", entry.key, exc)
             self._nodes.pop(node_id, None)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-
 from elastic.errors import UsageError
-from elastic.rendezvous.records import PREFLIGHT, Keys, News, NodeRecord
+from elastic.rendezvous.records import PREFLIGHT, Keys, News, nodes_of
 from elastic.rendezvous.round import Node, Phase, Round
 from elastic.rendezvous.store import Store
 from elastic.status import JobOutcome, JobState, JobStatus, NodeStatus, RestartStatus, WaitingStatus
@@ -28,14 +26,12 @@ def job_overview(store: Store, run_id: str) -> JobStatus:
     entries = {key: entry for key, entry in entries.items() if not key.startswith(f"{keys.prefix}{PREFLIGHT}/")}
     if not entries:
         raise UsageError(f"there is no job {run_id!r} in this etcd: check --rdzv-id and --rdzv-endpoint")
-    current = Round.from_json(entries[keys.round].value) if keys.round in entries else None
-    news = News.from_json(entries[keys.leader].value) if keys.leader in entries else News()
-    nodes: dict[str, Node] = {}
-    for key, entry in entries.items():
-        if key.startswith(keys.nodes):
-            with contextlib.suppress(ValueError):  # a newer version's record
-                node = NodeRecord.from_json(entry.value).node
-                nodes[node.node_id] = node
+    try:
+        current = Round.from_json(entries[keys.round].value) if keys.round in entries else None
+        news = News.from_json(entries[keys.leader].value) if keys.leader in entries else News()
+    except ValueError as exc:
+        raise UsageError(f"what etcd holds of job {run_id} cannot be read, by this elasticd at least: {exc}") from exc
+    nodes = {node.node_id: node for node in nodes_of(e for e in entries.values() if e.key.startswith(keys.nodes))}
     return JobStatus(
         run_id=run_id,
         incarnation=current.incarnation if current else "",

@@ -29,7 +29,7 @@ from elastic.rendezvous.leader_view import Rules
 from elastic.rendezvous.leading import Office
 from elastic.rendezvous.membership import Breakage
 from elastic.rendezvous.mismatch import Mismatch
-from elastic.rendezvous.records import Keys, NodeRecord
+from elastic.rendezvous.records import Keys, nodes_of
 from elastic.rendezvous.round import Node, Phase
 from elastic.rendezvous.state import State
 from elastic.rendezvous.store import Compare, Entry, Event, Outcome, Put, Store, Watch
@@ -296,7 +296,7 @@ class Participant:
         self._peers = ()
         if len(current.members) <= _SHOWN_PEERS:
             entries = self._store.read(self._keys.nodes, prefix=True).entries.values()
-            self._peers = tuple(NodeRecord.from_json(entry.value).node for entry in entries)
+            self._peers = tuple(nodes_of(entries))
 
     # The lease.
 

@@ -9,13 +9,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from elastic.rendezvous.identity import Identity
 from elastic.rendezvous.membership import Waiting
 from elastic.rendezvous.round import Node
+from elastic.rendezvous.store import Entry
 
 PROTOCOL = 1
 PREFLIGHT = "preflight"  # <run_id>/preflight is a job of its own, below the prefix that the job's role may write
@@ -74,11 +77,28 @@ class NodeRecord:
             return cls(
                 node=Node(**_known(Node, fields["node"])),
                 identity=Identity(**_known(Identity, fields["identity"])),
-                version=fields["version"],
-                protocol=fields["protocol"],
+                version=str(fields["version"]),
+                protocol=int(fields["protocol"]),
             )
-        except (TypeError, KeyError, AttributeError) as exc:
+        except (TypeError, KeyError, AttributeError, RecursionError) as exc:
             raise ValueError(f"not a node record: {text[:200]!r}") from exc
+
+
+def node_of(entry: Entry) -> Node:
+    """The node that has written its key. Raises: ValueError for what no node has."""
+    node = NodeRecord.from_json(entry.value).node
+    if node.node_id != entry.key.rpartition("/")[2]:
+        raise ValueError(f"the record of node {node.node_id}")
+    if not entry.lease:
+        raise ValueError("it has no lease, and would stand for ever")
+    return node
+
+
+def nodes_of(entries: Iterable[Entry]) -> Iterator[Node]:
+    """Those that can be read; others may be a newer version's."""
+    for entry in entries:
+        with contextlib.suppress(ValueError):
+            yield node_of(entry)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +125,7 @@ class News:
             fields: dict[str, Any] = json.loads(text)
             waiting = tuple(Waiting(node_id=i, reason=reason) for i, reason in fields.pop("waiting", ()))
             return cls(waiting=waiting, **_known(cls, fields))
-        except (TypeError, KeyError, AttributeError) as exc:
+        except (TypeError, KeyError, AttributeError, RecursionError) as exc:
             raise ValueError(f"not the leader's news: {text[:200]!r}") from exc
 
 
@@ -113,5 +133,15 @@ _NEWS = [field.name for field in dataclasses.fields(News) if field.name != "wait
 
 
 def _known(cls: type, fields: dict[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(cls)}
-    return {name: value for name, value in fields.items() if name in names}
+    """Those that `cls` has. Raises: TypeError for one of another type."""
+    types = _TYPES[cls]
+    known = {name: value for name, value in fields.items() if name in types}
+    for name, value in known.items():
+        if type(value).__name__ != types[name]:
+            raise TypeError(f"{name} is {value!r}")
+    return known
+
+
+_TYPES: dict[type, dict[str, str]] = {
+    cls: {field.name: str(field.type) for field in dataclasses.fields(cls)} for cls in (Node, Identity, News)
+}

@@ -149,11 +149,23 @@ class Round:
             leaving = tuple(fields.pop("leaving", ()))
             late = tuple((i, join) for i, join in fields.pop("late", ()))
             phase = Phase(fields.pop("phase"))
-            known = {field.name for field in dataclasses.fields(cls) if field.init}
-            rest = {name: value for name, value in fields.items() if name in known}
+            rest = {name: value for name, value in fields.items() if name in _ROUND_TYPES}
+            if any(type(value).__name__ != _ROUND_TYPES[name] for name, value in rest.items()) or not _are_seats(
+                members
+            ):
+                raise TypeError("a value is of another type")
             return cls(phase=phase, members=members, flaky=flaky, leaving=leaving, late=late, **rest)
-        except (TypeError, KeyError, AttributeError) as exc:
+        except (TypeError, KeyError, AttributeError, RecursionError) as exc:
             raise ValueError(f"not a round record: {text[:200]!r}") from exc
+
+
+_ROUND_TYPES = {field.name: str(field.type) for field in dataclasses.fields(Round) if field.init}
+
+
+def _are_seats(members: Sequence[Member]) -> bool:
+    """Whether a thousand of them, a thousand times over, have the types that they should."""
+    kinds = [set(map(type, column)) for column in zip(*members, strict=True)]
+    return not members or kinds == [{str}, {int}, {int}]
 
 
 def advance(current: Round, phase: Phase, cause: str, outcome: str = "") -> Round:

@@ -16,7 +16,7 @@ from elastic.errors import ExitCode, NotEnoughNodesError, StoreGoneError, UsageE
 from elastic.rendezvous.etcd_store import open_store
 from elastic.rendezvous.records import Keys
 from elastic.rendezvous.round import Limits, Phase
-from elastic.rendezvous.store import Store
+from elastic.rendezvous.store import Put, Store
 from tests.rendezvous.peers import ENDINGS, RULES, TTL, Peer, all_run, until
 from tests.support.etcd import EtcdCluster, etcd_cluster
 from tests.support.fake_store import FakeServer, FakeStore
@@ -350,6 +350,32 @@ def test_another_program_on_a_node_is_let_in_and_said_once(
     job.until(lambda: all(peer.running > 2 for peer in (a, b, c)))
     (warned,) = [record.getMessage() for record in caplog.records if "the arguments of node a" in record.getMessage()]
     assert warned.startswith(f"node b runs {said}: ")
+
+
+@pytest.mark.parametrize(
+    "evil", ["", "[" * 100_000, '{"node": {"node_id": "evil", "addr": 1}}', "slots", "name", "leader"]
+)
+def test_a_record_that_nobody_can_have_meant_is_named_and_stops_nobody(
+    job: Job, caplog: pytest.LogCaptureFixture, evil: str
+) -> None:
+    a, b = job.start("a"), job.start("b")
+    job.until(all_run([a, b]))
+    keys, store = Keys(job.run_id), job.connect()
+    key = keys.leader if evil == "leader" else keys.node("evil")
+    if evil in ("slots", "name", "lease", "leader"):
+        good = store.read(keys.node("b")).entries[keys.node("b")].value
+        evil = {
+            "slots": good.replace('"slots":1', '"slots":"1"'),
+            "name": good,
+            "lease": good.replace('"node_id":"b"', '"node_id":"evil"'),
+            "leader": "[",
+        }[evil]
+    store.write([], [Put(key, evil)])
+    store.close()
+    job.until(lambda: any(key in record.getMessage() or "news" in record.getMessage() for record in caplog.records))
+    b.fail()
+    job.until(lambda: a.running > 1 and b.running > 1)
+    assert {member.node_id for member in a.view.round.members} == {"a", "b"}  # type: ignore[union-attr]
 
 
 def test_nothing_but_a_few_keys_is_left_of_many_rounds(any_job: Job) -> None:

@@ -47,7 +47,12 @@ def test_a_round_survives_json() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"members": 3}', '{"number": 1, "members": [], "phase": "sideways"}']
+    "text",
+    [
+        *("", "[]", "{}", '{"members": 3}', '{"number": 1, "members": [], "phase": "sideways"}', "[" * 100_000),
+        formed(7, member("a")).to_json().replace('"number":7', '"number":"7"'),
+        formed(7, member("a"), member("b", slots="2")).to_json(),  # type: ignore[arg-type]
+    ],
 )
 def test_what_is_not_a_round_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
