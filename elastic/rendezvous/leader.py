@@ -130,6 +130,8 @@ def _between(view: LeaderView, current: Round) -> Write | Wait:
     if current.phase is Phase.DRAINING:
         if _all_done(view, current):
             return Write(round=advance(current, Phase.CLOSED, "all members are done", outcome="succeeded"))
+        if more := _leaving_as_well(view, current):  # for the next leader, should this one be among those that go
+            return Write(round=dataclasses.replace(current, leaving=current.leaving + more))
         if not stopped and (broken := _broken_drain(view, current)):
             return Write(round=broken)
     late_at = view.ended_at + view.rules.drain_grace_seconds + 2 * view.rules.ttl_seconds
@@ -138,6 +140,12 @@ def _between(view: LeaderView, current: Round) -> Write | Wait:
         why = f"workers still run on {named(busy)}"
         return Wait(until=late_at, waiting=outside(view, current, why))
     return _follow(view, current)
+
+
+def _leaving_as_well(view: LeaderView, current: Round) -> tuple[str, ...]:
+    """Members that say so only since the round drains."""
+    members = (member for member in current.members if member.node_id not in current.leaving)
+    return tuple(m.node_id for m in members if (seen := live(view, m)) is not None and seen.node.leaving)
 
 
 def _broken_drain(view: LeaderView, current: Round) -> Round | None:

@@ -95,7 +95,7 @@ class Round:
     progressed: bool = False  # it had applied a new step before it broke
     consequence: bool = False  # its cause looks like the loss of a peer: a better one may still come
     failures: int = 0  # failures without progress, in a row, before this round
-    leaving: tuple[str, ...] = ()  # members that had said so when the round began to drain
+    leaving: tuple[str, ...] = ()  # members that had said so before they stopped
     flaky: tuple[Flaky, ...] = ()
     late: tuple[tuple[str, int], ...] = ()  # node id and join of who was left out for not stopping in time
     settings: str = ""

@@ -160,13 +160,11 @@ def test_nobody_is_let_in_when_there_are_max_nodes_or_the_end_is_near() -> None:
     [
         ([seen("a", after=4), seen("b")], {}, ("wait", "28")),
         ([seen("a")], {}, ("broken", "node b lost")),
-        ([seen("a"), seen("b", after=4, leaving=True)], {}, ("wait", "28")),
         ([seen("a")], {"stopped": frozenset({("b", 1)})}, ("wait", "28")),
         ([seen("a", done=4), seen("b", after=4)], {}, ("broken", "c; some members are done and some are not")),
         ([seen("a", done=4), seen("b", done=4)], {}, ("closed", "all members are done")),
         ([seen("a", after=4), seen("b", after=4), seen("c")], {}, ("abc", "c")),
         ([seen("a", after=4), seen("b", after=4), seen("c", ready_since=None)], {}, ("ab", "c")),
-        ([seen("a", after=4), seen("b", after=4, leaving=True)], {}, ("wait", "1 of 2 nodes")),
     ],
 )
 def test_a_drain_ends_when_all_have_stopped_and_breaks_when_one_is_lost(
@@ -176,7 +174,17 @@ def test_a_drain_ends_when_all_have_stopped_and_breaks_when_one_is_lost(
 
 
 def test_who_had_said_that_it_leaves_may_be_gone_before_the_others_have_drained() -> None:
-    assert act(view(formed(phase=Phase.DRAINING, leaving=("b",)), seen("a"))) == ("wait", "28")
+    drained = formed(phase=Phase.DRAINING, leaving=("b",))
+    assert act(view(drained, seen("a"))) == ("wait", "28")
+    assert act(view(drained, seen("a"), seen("b", after=4, leaving=True))) == ("wait", "28")
+    assert act(view(drained, seen("a", after=4), seen("b", after=4, leaving=True))) == ("wait", "1 of 2 nodes")
+
+
+def test_who_says_during_the_drain_that_it_leaves_is_not_lost_to_the_next_leader() -> None:
+    done = lead(view(formed("abc", phase=Phase.DRAINING, leaving=("c",)), seen("a"), seen("b", leaving=True)))
+    assert isinstance(done, Write)
+    assert (done.round.number, done.round.phase, done.round.leaving) == (4, Phase.DRAINING, ("c", "b"))
+    assert act(view(done.round, seen("a"))) == ("wait", "28")
 
 
 def test_a_leader_that_left_is_neither_lost_nor_flaky_to_the_next_one() -> None:
