@@ -7,6 +7,7 @@ a model, some text, and flags that make the run slow, recorded and comparable.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import math
 import sys
@@ -48,8 +49,8 @@ class ByteLM(Task):
             dropout=options.dropout,
             tie_weights=options.tie_weights,
         )
-        micro_batches = math.ceil(math.ceil(options.global_batch / options.micro_batch) / world_size)
-        self._pause_seconds = options.step_seconds / micro_batches
+        self._micro_batches: int = math.ceil(math.ceil(options.global_batch / options.micro_batch) / world_size)
+        self._pause_seconds = self._read_pause()
         self._ledger = LineFile(options.ledger) if options.ledger else None
         self._losses = LineFile(options.losses) if options.losses else None
         self.network: nn.Module | None = None  # made by the Trainer, and trained when it is done
@@ -76,7 +77,16 @@ class ByteLM(Task):
     def tokens(self, batch: Tensor) -> int:
         return batch.shape[0] * self._shape.context
 
+    def _read_pause(self) -> float:
+        """Seconds that a micro-batch is made longer by. The file may change at any time, or not be there yet."""
+        seconds: float = self._options.step_seconds
+        if self._options.pace is not None:
+            with contextlib.suppress(OSError, ValueError):
+                seconds = float(self._options.pace.read_text())
+        return seconds / self._micro_batches
+
     def on_step(self, step: AppliedStep) -> None:
+        self._pause_seconds = self._read_pause()
         if self._ledger is not None:
             self._ledger.append(ledger_record(step))
         if step.rank:
@@ -161,6 +171,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--save-every", metavar="N|Ns", help="steps or seconds between checkpoints; default: at the end alone")
     add("--save-seconds", type=_not_negative, default=0.0, metavar="S", help="make each save's commit longer by this")
     add("--step-seconds", type=_not_negative, default=0.0, metavar="S", help="make each step longer by this")
+    add("--pace", type=Path, metavar="FILE", help="or by the seconds in this file, which may change meanwhile")
     add("--ledger", type=Path, metavar="FILE", help="append what each rank used in each step, as JSON lines")
     add("--losses", type=Path, metavar="FILE", help="append loss and time of each step, as JSON lines")
     add("--digest", type=Path, metavar="FILE", help="write `step sha256` of all parameters at the end")

@@ -24,6 +24,7 @@ class Fleet:
         self._command = command
         self._jobs: dict[str, Job] = {}
         self._started = 0
+        self._answers: dict[str, JobStatus | None] = {}  # of the last look
 
     @property
     def is_over(self) -> bool:
@@ -50,9 +51,15 @@ class Fleet:
 
     def status(self) -> JobStatus | None:
         """What the nodes say that know of the newest round; None while none of them answers."""
-        answers = [job.status() for job in self._jobs.values() if not job.is_over]
-        known = [answer for answer in answers if answer is not None]
+        self._answers = {node_id: job.status() for node_id, job in self._jobs.items() if not job.is_over}
+        known = [answer for answer in self._answers.values() if answer is not None]
         return max(known, key=_newest, default=None)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether, at the last look, a standby waited behind every worker of every node."""
+        answers = self._answers.values()
+        return all(answer is not None and all(worker.standby for worker in answer.workers) for answer in answers)
 
     def last_words(self) -> str:
         """The ends of the logs, those of nodes that failed first."""

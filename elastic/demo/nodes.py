@@ -14,11 +14,13 @@ from pathlib import Path
 from elastic.demo.etcd import find_etcd, running_etcd
 from elastic.demo.fleet import Fleet
 from elastic.demo.nodes_outcome import Change, Kind, NodesOutcome, read_nodes_run, read_parameter_difference
+from elastic.demo.settings import pace_file
 from elastic.demo.stage import DemoFailedError, Stage
 from elastic.errors import ExitCode
 from elastic.status import JobStatus
 
 _STEPS_BETWEEN = 8  # that are trained with one world size before the next change is made
+_FULL_SPEED, _HELD_BACK = 0.0, 0.5  # seconds that a step is made longer by; the latter while somebody gets ready
 
 Story = Generator[None, JobStatus, None]
 
@@ -29,6 +31,7 @@ class NodesDemo:
     def __init__(self, stage: Stage) -> None:
         self._stage, self._settings, self._say = stage, stage.settings, stage.screen.say
         self._changes: list[Change] = []
+        self._pace_file = pace_file(stage.folder / "disturbed")
 
     def run(self) -> NodesOutcome:
         began = time.monotonic()
@@ -37,6 +40,7 @@ class NodesDemo:
         find_etcd()  # before anything is said
         self._say(f"training a small language model on {settings.data} on {settings.nodes} nodes")
         folder.mkdir()
+        self._pace(_FULL_SPEED)
         with running_etcd(folder) as endpoint:
             fleet = Fleet(functools.partial(self._command, folder, endpoint), folder)
             self._disturbed(fleet)
@@ -84,14 +88,17 @@ class NodesDemo:
         """Each `yield` waits for the next look."""
         whole, less = self._settings.world_size, self._settings.world_size - self._settings.workers
         status = yield
-        while status.world_size != whole or not self._is_time(status, self._settings.kill_at):
+        while status.world_size != whole or _step(status) < self._settings.kill_at:
             status = yield
-
+        status = yield from self._all_warm(fleet, status)
         victim = min(status.nodes, key=lambda node: node.node_rank).node_id  # it holds the round's store
         status = yield from self._change(Kind.LOST, victim, lambda: fleet.kill(victim), status, world_size=less)
-        status = yield from self._trained(status, warm=False)  # it takes its time to get ready, while the others train
-        status = yield from self._change(Kind.JOINED, victim, lambda: fleet.start(victim), status, world_size=whole)
         status = yield from self._trained(status)
+        self._pace(_HELD_BACK)
+        status = yield from self._change(Kind.JOINED, victim, lambda: fleet.start(victim), status, world_size=whole)
+        self._pace(_FULL_SPEED)
+        status = yield from self._trained(status)
+        status = yield from self._all_warm(fleet, status)
         others = [node for node in status.nodes if node.node_id != victim]
         leaver = max(others, key=lambda node: node.node_rank).node_id
         yield from self._change(Kind.LEFT, leaver, lambda: fleet.drain(leaver), status, world_size=less)
@@ -105,6 +112,8 @@ class NodesDemo:
         unix_time = time.time()
         act()
         while not (status.round > before and status.world_size == world_size and _has_trained(status)):
+            if any(waiting.node_id == node_id and "let in" in waiting.reason for waiting in status.waiting):
+                self._pace(_FULL_SPEED)
             status = yield
         self._say(f"  going on at step {(status.base_step or 0) + 1} with {world_size} ranks in round {status.round}")
         self._changes.append(
@@ -114,15 +123,28 @@ class NodesDemo:
         )
         return status
 
-    def _trained(self, status: JobStatus, *, warm: bool = True) -> Generator[None, JobStatus, JobStatus]:
-        """Wait until some more steps are done and, where that is wanted, standbys are warm."""
+    def _trained(self, status: JobStatus) -> Generator[None, JobStatus, JobStatus]:
+        """Wait until some more steps are done."""
         wanted = _step(status) + _STEPS_BETWEEN
-        while not (self._is_time(status, wanted) if warm else _step(status) >= wanted):
+        while _step(status) < wanted:
             status = yield
         return status
 
-    def _is_time(self, status: JobStatus, wanted: int) -> bool:
-        return _step(status) >= wanted and self._settings.may_change(status)
+    def _all_warm(self, fleet: Fleet, status: JobStatus) -> Generator[None, JobStatus, JobStatus]:
+        """Wait for the standbys, which are warm for nearly all of a long run, then get up to speed again."""
+        if fleet.is_warm:
+            return status
+        self._pace(_HELD_BACK)
+        while not fleet.is_warm and not self._settings.is_late(_step(status)):
+            status = yield
+        self._pace(_FULL_SPEED)
+        return (yield from self._trained(status))
+
+    def _pace(self, seconds: float) -> None:
+        """Steps are longer by that from the next one on: what starts on a small machine is to have it for itself."""
+        partial = self._pace_file.with_suffix(".new")
+        partial.write_text(str(seconds))
+        partial.replace(self._pace_file)
 
 
 _WORDS = {

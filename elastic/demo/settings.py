@@ -21,7 +21,7 @@ _MOST_WORKERS = 16
 _MOST_NODES = 8
 LEASE_TTL_SECONDS = 2
 _LAST_CALL_SECONDS = 60  # all nodes are started at once, and the first round is to have them all
-_STEP_SECONDS = 0.05  # so that standbys get warm, and a node can start anew, while the others train
+_STEP_SECONDS = 0.05  # so that standbys get warm while training goes on
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,11 @@ class Settings:
     def may_change(self, status: JobStatus) -> bool:
         """Once the standbys are warm, as they are for nearly all of a long run; but not too late for what follows."""
         step = min((worker.step or 0 for worker in status.workers), default=0)
-        return all(worker.standby for worker in status.workers) or step >= self.steps * 3 // 4
+        return all(worker.standby for worker in status.workers) or self.is_late(step)
+
+    def is_late(self, step: int) -> bool:
+        """No time is left to wait for what would be nice."""
+        return step >= self.steps * 3 // 4
 
     def plan(self) -> dict[int, tuple[Sample, ...]]:
         """What training must use: step -> its samples."""
@@ -90,7 +94,7 @@ class Settings:
             "--last-call": _LAST_CALL_SECONDS,
             **self._agent(shared=shared, own=own),
         }
-        return _elasticd_run(agent, {**self._worker(shared), "--step-seconds": _STEP_SECONDS})
+        return _elasticd_run(agent, {**self._worker(shared), "--pace": pace_file(shared)})
 
     def _agent(self, *, shared: Path, own: Path) -> dict[str, object]:
         return {
@@ -120,6 +124,11 @@ class Settings:
         }
 
 
+def pace_file(shared: Path) -> Path:
+    """Where nodes look for how much longer a step is to take, in seconds."""
+    return shared / "pace"
+
+
 def _elasticd_run(agent: dict[str, object], worker: dict[str, object]) -> list[str]:
     command = [sys.executable, "-m", "elastic", "run", *_flags(agent)]
     return [*command, "-m", "elastic.demo.bytelm", *_flags(worker)]
@@ -146,7 +155,7 @@ def parse(argv: Sequence[str]) -> Settings:
     add = parser.add_argument
     add("--nodes", type=int, default=1, metavar="N", help="agents; more than one need an etcd; default: %(default)s")
     add("--workers", type=int, metavar="N", help="on each node; default: 2, with several nodes 1")
-    add("--steps", type=int, metavar="N", help="default: 160, with several nodes 240")
+    add("--steps", type=int, default=160, metavar="N", help="default: %(default)s")
     add("--save-every", type=int, metavar="STEPS", help="steps between checkpoints; default: a tenth of --steps")
     add("--seed", type=int, default=0, help="of weights and order; default: %(default)s")
     add("--data", type=Path, metavar="FILE|DIR", help="text to learn; default: the sources of Python's library")
@@ -155,9 +164,8 @@ def parse(argv: Sequence[str]) -> Settings:
     options = parser.parse_args(list(argv))
     if not 1 <= options.nodes <= _MOST_NODES:
         raise UsageError(f"--nodes {options.nodes}: give 1 to {_MOST_NODES}")
-    workers, steps = (2, 160) if options.nodes == 1 else (1, 240)
-    workers = options.workers if options.workers is not None else workers
-    steps = options.steps if options.steps is not None else steps
+    workers = options.workers if options.workers is not None else 2 if options.nodes == 1 else 1
+    steps: int = options.steps
     save_every = options.save_every if options.save_every is not None else max(2, steps // 10)
     _check(workers, steps, save_every)
     data = (options.data or default_text()).absolute()

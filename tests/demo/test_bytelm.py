@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic.demo.bytelm import main
+from elastic.demo.bytelm import ByteLM, main, parse
 from elastic.demo.ledger import audit, planned_steps, read_ledger
 from elastic.demo.outcome import last_loss, read_losses
 from elastic.errors import UsageError
+from elastic.training.task import AppliedStep
 from tests.support.plain import be_launched
 from tests.support.ranks import run_ranks
 
@@ -73,6 +74,19 @@ def test_alone_it_writes_ledger_losses_and_digest_and_goes_on_where_it_was(tmp_p
 def test_a_bad_value_is_refused_by_name(flags: tuple[str, ...], words: str) -> None:
     with pytest.raises(UsageError, match=re.escape(words)):
         main(flags)
+
+
+def test_the_pace_is_looked_up_after_each_step(tmp_path: Path) -> None:
+    pace = tmp_path / "pace"
+    task = ByteLM(parse([*SMALL, "--step-seconds", "2", "--pace", str(pace)]), world_size=2)  # 2 micro-batches each
+    applied = AppliedStep(
+        round=1, step=1, epoch=0, rank=1, samples=(), applied=True, loss=1, weight=1, learning_rate=1, grad_norm=1
+    )
+    for text, seconds in ((None, 1.0), ("0.5", 0.25), ("", 1.0), ("0", 0.0)):
+        if text is not None:
+            pace.write_text(text)
+        task.on_step(applied)
+        assert task._pause_seconds == seconds
 
 
 def test_a_bad_value_is_one_clear_line_and_exit_2() -> None:
