@@ -95,7 +95,7 @@ class _Demo:
         self._stage.train_alone("killed", self._disturb)
         if self._kill is None:
             raise DemoFailedError("training was over before a worker could be killed; give more --steps")
-        say("once more, without the kill, to compare")
+        say("once more, without the kill and at full speed, to compare")
         self._stage.train_alone("reference")
         return Outcome(
             settings=settings,

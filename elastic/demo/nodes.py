@@ -44,7 +44,7 @@ class NodesDemo:
         with running_etcd(folder) as endpoint:
             fleet = Fleet(functools.partial(self._command, folder, endpoint), folder)
             self._disturbed(fleet)
-        self._say(f"once more, in peace: one agent with {settings.world_size} workers, to compare")
+        self._say(f"once more, in peace and at full speed: one agent with {settings.world_size} workers, to compare")
         self._stage.train_alone(reference.name)
         return NodesOutcome(
             settings=settings,
