@@ -97,15 +97,18 @@ def _candidates(environ: Mapping[str, str]) -> list[Path]:
 
 
 def _prepare(directory: Path) -> Path:
-    with contextlib.suppress(FileExistsError):
+    try:
         directory.mkdir(mode=0o700, parents=True)
+        directory.chmod(0o700)  # whatever the umask
+    except FileExistsError:
+        pass
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(0, "is not a directory")
     if found.st_uid != os.geteuid():
         raise PermissionError(0, f"belongs to uid {found.st_uid}, not to {os.geteuid()}")
-    if found.st_mode & 0o022:
-        directory.chmod(0o700)
+    if found.st_mode & 0o022:  # somebody else's choice: it may be /tmp
+        raise PermissionError(0, f"others may write there (mode {stat.S_IMODE(found.st_mode):o}; 700 is wanted)")
     if not os.access(directory, os.W_OK | os.X_OK):
         raise PermissionError(0, "is not writable")
     return directory

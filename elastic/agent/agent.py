@@ -48,6 +48,7 @@ _PASSES_PER_TTL = 6
 _PASSES_PER_WATCHDOG = 4
 _ACTS_PER_PASS = 8
 _STACKS_SECONDS = 0.2
+_REAP_SECONDS = 5.0  # a script may leave any number of orphans behind while it runs
 _JOIN_AGAIN_SECONDS = 0.5  # for an expelled node's join to show in the view
 _OUTCOMES: dict[ExitCode, JobOutcome] = {
     ExitCode.SUCCEEDED: "succeeded",
@@ -88,7 +89,7 @@ class Agent(ElasticAgent):
         self._join_again_at = 0.0
         self._finished: ExitCode | None = None
         self._error: ElasticError | None = None  # kept: a membership that has been left has none
-        self._last_pass = time.monotonic()
+        self._last_pass = self._reaped_at = time.monotonic()
         self._last_status: JobStatus | None = None
 
     # What others ask of it, from their own threads.
@@ -172,6 +173,8 @@ class Agent(ElasticAgent):
             self._mailbox.wake()
         self._story.look_for_progress()
         self._prepare()
+        if now >= self._reaped_at + _REAP_SECONDS:
+            self._reap()
         for event in events:
             if isinstance(event, Request):
                 event.serve()
@@ -364,7 +367,12 @@ class Agent(ElasticAgent):
         self._story.stopped()
         self._measuring.ended()
         self._crew.clear(self._guard.pids)
-        reap_orphans(self._guard.pids | self._crew.standbys.pids)
+        self._reap()
+
+    def _reap(self) -> None:
+        crew = self._crew
+        self._reaped_at = time.monotonic()
+        reap_orphans(self._guard.pids | crew.standbys.pids | {worker.pid for worker in crew.workers.all})
 
     # After the acts.
 

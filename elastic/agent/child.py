@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -124,8 +125,8 @@ class Child:
         try:
             self._channel.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
-            with contextlib.suppress(OSError):
-                self.process.kill()
+            with contextlib.suppress(OSError):  # not `process.kill`, which would take the exit code of one that is gone
+                os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> None:
         """Kill it and take its exit code."""

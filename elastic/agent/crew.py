@@ -153,6 +153,7 @@ class Crew:
         self.master = self._next_address if hosts else (formed.store_addr, formed.store_port)
         self._store, self._next_store = (self._next_store if hosts else None), None
         self.done = RoundActs()
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # a logout or a cleaner of /tmp may have removed it
         self._record_step = max(self._record_step, self.applied_step)
         environs = {
             local_rank: worker_environ(
@@ -163,6 +164,7 @@ class Crew:
                 master=self.master,
                 nonce=self._nonce,
                 memory_dir=self._memory_dir,
+                committed_step=self.disk_step,
             )
             for local_rank in range(self._config.nproc_per_node)
         }

@@ -56,12 +56,13 @@ def worker_environ(
     master: tuple[str, int],
     nonce: str,
     memory_dir: str | None = None,
+    committed_step: int = 0,
     agent_environ: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
     """Variables of one worker of a round on top of the agent's own.
 
     `node_id` is this node's as it was granted, `master` address and port of the round's store, `memory_dir` the agent's
-    folder in shared memory.
+    folder in shared memory, `committed_step` the newest that the rounds before this one have committed.
     """
     rank, world_size = formed.ranks(node_id)[local_rank], formed.world_size
     return {
@@ -80,6 +81,7 @@ def worker_environ(
         "ELASTICD_NODE_ID": node_id,
         "ELASTICD_LOCAL_RANK": str(local_rank),  # LOCAL_RANK is 0 for all under --virtual-local-rank
         **({"ELASTICD_MEMORY_DIR": memory_dir} if memory_dir else {}),
+        **({"ELASTICD_COMMITTED_STEP": str(committed_step)} if committed_step > 0 else {}),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import signal
@@ -18,6 +19,7 @@ from elastic.agent.workers import Worker, signal_name
 from elastic.status import FailureStatus
 
 _LOG_LINES = 20
+_TOLD_CHARACTERS = 4000  # of the beginning, and of the end
 _LOG_BYTES = 8192
 _OOM_HINT = (
     "`dmesg` for whose limit was full, the host's or the cgroup's (memory.max); fewer loader workers, a smaller "
@@ -35,6 +37,24 @@ _COMMUNICATION_ERROR = re.compile(
 
 def read_error_file(path: str) -> tuple[str, str]:
     """Exception line and traceback from torch's error file; empty where there is none or it is damaged."""
+    try:
+        status = Path(path).stat()
+    except (OSError, ValueError):
+        return "", ""
+    message, callstack = _parse_error_file(path, status.st_mtime_ns, status.st_size)
+    return _cut(message), _cut(callstack)
+
+
+def _cut(text: str) -> str:
+    """An exception may hold a tensor in full; what is said of it is searched, logged and told to all nodes."""
+    if len(text) <= 2 * _TOLD_CHARACTERS:
+        return text
+    left_out = len(text) - 2 * _TOLD_CHARACTERS
+    return f"{text[:_TOLD_CHARACTERS]} ... ({left_out:,} characters left out) ... {text[-_TOLD_CHARACTERS:]}"
+
+
+@functools.lru_cache(maxsize=64)  # asked for in each pass
+def _parse_error_file(path: str, _modified: int, _size: int) -> tuple[str, str]:
     try:
         raw: Any = json.loads(Path(path).read_text(errors="replace"))
         message = raw["message"]

@@ -21,22 +21,33 @@ logger = logging.getLogger(__name__)
 
 _LOCK_WAIT_SECONDS = 15.0
 _SWEEP_SECONDS = 5.0
+_NEW_SECONDS = 60.0
 
 
 class Instance:
     """Folder `agent-<pid>` below the runtime directory, held by a lock, so that a dead agent's folder is recognised."""
 
     def __init__(self, runtime: Path) -> None:
+        """Raises: UsageError when there can be none."""
         self._runtime = runtime
-        sweep(runtime)
-        self.folder = runtime / f"agent-{os.getpid()}"
-        remove_tree(self.folder)
-        self.folder.mkdir(mode=0o700)
-        self._lock = _open_lock(self.folder / "lock")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.nonce = secrets.token_hex(16)
-        with open(self.folder / "nonce", "w", opener=closed_to_others) as file:  # for whoever sweeps after us
+        self.folder = runtime / f"agent-{os.getpid()}"
+        sweep(runtime)
+        making = runtime / f".{self.folder.name}-{self.nonce[:8]}"
+        making.mkdir(mode=0o700)
+        self._lock = _open_lock(making / "lock", os.O_CREAT)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        with open(making / "nonce", "w", opener=closed_to_others) as file:  # for whoever sweeps after us
             file.write(self.nonce)
+        try:
+            making.rename(self.folder)  # from now on others see it, and it is locked
+        except OSError as exc:
+            os.close(self._lock)
+            remove_tree(making)
+            raise UsageError(
+                f"{self.folder} is held by another live agent, of another container then: give each of them a "
+                "RUNTIME_DIRECTORY of its own"
+            ) from exc
         self._job_lock: int | None = None
 
     def lock_job(self, checkpoint_dir: str) -> int:
@@ -79,11 +90,11 @@ def _open_job_lock(checkpoint_dir: str, runtime: Path) -> int:
     if "://" not in checkpoint_dir:
         try:
             Path(checkpoint_dir).mkdir(mode=0o750, parents=True, exist_ok=True)
-            return _open_lock(Path(checkpoint_dir) / ".lock")
+            return _open_lock(Path(checkpoint_dir) / ".lock", os.O_CREAT)
         except OSError as exc:
             logger.warning("--checkpoint-dir %s cannot hold a lock: %s", checkpoint_dir, exc.strerror or exc)
     name = hashlib.sha256(os.path.realpath(checkpoint_dir).encode()).hexdigest()[:16]
-    return _open_lock(runtime / f"job-{name}.lock")
+    return _open_lock(runtime / f"job-{name}.lock", os.O_CREAT)
 
 
 def _is_running(pid: str) -> bool:
@@ -94,8 +105,8 @@ def _is_running(pid: str) -> bool:
         return False
 
 
-def _open_lock(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _open_lock(path: Path, create: int = 0) -> int:
+    return os.open(path, os.O_RDWR | create | os.O_CLOEXEC, 0o600)
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -118,9 +129,14 @@ def kill_what_it_left(folder: Path) -> bool:
 
 def sweep(runtime: Path, take_leave: Callable[[Path], object] = kill_what_it_left) -> None:
     """Remove what agents left that were killed; `take_leave` is called with the folder of each before."""
-    for folder in runtime.glob("agent-*"):
+    for folder in [*runtime.glob("agent-*"), *runtime.glob(".agent-*")]:
         try:
+            if folder.name.startswith(".") and time.time() - folder.stat().st_mtime < _NEW_SECONDS:
+                continue  # somebody is making it
             descriptor = _open_lock(folder / "lock")
+        except FileNotFoundError:  # what somebody had begun to remove
+            remove_tree(folder)
+            continue
         except OSError:
             continue
         try:

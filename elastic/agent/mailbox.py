@@ -10,7 +10,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
+
+_SIGNALS_OF_A_KIND = 2  # that wait to be taken: a second SIGTERM means something else than the first
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class Mailbox:
             end.setblocking(False)
         self._selector.register(self._ours, selectors.EVENT_READ, None)
         self._selector.register(self._signals_in, selectors.EVENT_READ, None)
+        self._signals: dict[int, int] = {}  # number -> how many have come
         self._previous_handlers: dict[signal.Signals, Any] = {}
         self._previous_wakeup = -1
         self._closed = threading.Event()
@@ -47,8 +52,12 @@ class Mailbox:
         """From now on these signals arrive as `SignalReceived`; the old handlers are put back by `close`."""
         self._previous_wakeup = signal.set_wakeup_fd(self._signals_out.fileno(), warn_on_full_buffer=False)
         for number in numbers:
-            self._previous_handlers[number] = signal.signal(number, _ignore)
+            self._previous_handlers[number] = signal.signal(number, self._take_signal)
             signal.siginterrupt(number, False)
+
+    def _take_signal(self, number: int, _frame: object) -> None:
+        """Runs on the loop's thread, which the wake-up descriptor has woken: that alone may be full in a storm."""
+        self._signals[number] = min(self._signals.get(number, 0) + 1, _SIGNALS_OF_A_KIND)
 
     def watch(self, descriptor: int, key: Any) -> None:
         """Report `Readable(key)` each time `wait` finds `descriptor` readable."""
@@ -73,14 +82,16 @@ class Mailbox:
     def wait(self, deadline: float) -> list[Any]:
         """What arrived, in no particular order; empty once the monotonic `deadline` has passed."""
         events: list[Any] = []
-        if not self._posted:
+        if not self._posted and not self._signals:
             for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
                 if key.fileobj is self._ours:
                     _drain(self._ours)
                 elif key.fileobj is self._signals_in:
-                    events += [SignalReceived(signal.Signals(n)) for n in _drain(self._signals_in) if n in _OURS]
+                    _drain(self._signals_in)  # the handler has said which
                 else:
                     events.append(Readable(key.data))
+        signals, self._signals = self._signals, {}
+        events += [SignalReceived(signal.Signals(number)) for number, count in signals.items() for _ in range(count)]
         while self._posted:
             events.append(self._posted.popleft())
         return events
@@ -96,13 +107,6 @@ class Mailbox:
         self._selector.close()
         for end in (self._ours, self._theirs, self._signals_in, self._signals_out):
             end.close()
-
-
-_OURS = frozenset(int(number) for number in signal.Signals)
-
-
-def _ignore(_number: int, _frame: object) -> None:
-    """The wake-up descriptor carries the news."""
 
 
 def _drain(end: socket.socket) -> bytes:
@@ -122,16 +126,20 @@ class Request:
 
     def __init__(self, answer: Callable[[], Any]) -> None:
         self._answer = answer
-        self._done = threading.Event()
-        self._result: Any = None
+        self._result: Future[Any] = Future()
 
     def serve(self) -> None:
-        """Called by the loop."""
-        self._result = self._answer()
-        self._done.set()
+        """Called by the loop. What goes wrong is the asker's."""
+        try:
+            self._result.set_result(self._answer())
+        except Exception as exc:  # noqa: BLE001 - raised again by `result`
+            self._result.set_exception(exc)
 
     def result(self, timeout_seconds: float) -> Any:
-        """Raises: TimeoutError when the loop did not answer in time."""
-        if not self._done.wait(timeout_seconds):
-            raise TimeoutError(f"the agent's loop did not answer within {timeout_seconds} s")
-        return self._result
+        """Raises: TimeoutError when the loop did not answer in time, and whatever the answer raises."""
+        try:
+            return self._result.result(timeout_seconds)
+        except FutureTimeoutError:
+            if self._result.done():
+                raise
+            raise TimeoutError(f"the agent's loop did not answer within {timeout_seconds} s") from None

@@ -70,8 +70,9 @@ class Profiles:
             folder.mkdir(parents=True, exist_ok=True)
             for worker in workers:
                 worker.request_profile(order)
-        except OSError as exc:
-            return _refusal(400, f"cannot write a profile to {folder}: {exc.strerror or exc}; name another with --out")
+        except (OSError, ValueError) as exc:  # a path with a NUL
+            why = getattr(exc, "strerror", None) or exc
+            return _refusal(400, f"cannot write a profile to {folder}: {why}; name another with --out")
         self._last = _Asked(order=order, round=round_number, step=self._crew.applied_step, ranks=ranks)
         return Answer(
             200, json_line({"order": order.to_json(), "round": round_number, "ranks": ranks}), "application/json"

@@ -222,11 +222,10 @@ def _let_go_of_main() -> None:
         main.__dict__.clear()
     gc.collect()
     for thing in gc.get_objects():  # what other modules, reference cycles or threads still hold open
-        if issubclass(type(thing), io.IOBase) and not thing.closed:  # isinstance would ask lazy objects, which warn
-            try:
-                thing.flush()
-            except (OSError, ValueError):
-                continue
+        if issubclass(type(thing), io.IOBase):  # isinstance would ask lazy objects, which warn
+            with contextlib.suppress(Exception):  # the program's own code; the interpreter's end ignores it as well
+                if not thing.closed:
+                    thing.flush()
 
 
 def _destroy_process_group() -> None:

@@ -81,7 +81,7 @@ class Worker:
     def _start_python(
         self, birth: Birth, environ: dict[str, str], take: Callable[[int, Birth], Child | None] | None
     ) -> subprocess.Popen[bytes]:
-        scratch = str(self._scratch) if len(str(self._scratch)) <= _SOCKET_FOLDER_BYTES else ""
+        scratch = str(self._scratch) if len(os.fsencode(self._scratch)) <= _SOCKET_FOLDER_BYTES else ""
         if scratch:
             self._scratch.mkdir(mode=0o700, exist_ok=True)
         standby = take(self.plan.local_rank, birth) if take else None
@@ -274,10 +274,11 @@ def adopt_orphans() -> None:
 def reap_orphans(known: frozenset[int]) -> None:
     """Take the exit codes of adopted children that have ended; `known` ones have somebody who waits for them."""
     for children in Path("/proc/self/task").glob("*/children"):
-        for pid in children.read_text().split():
-            if int(pid) not in known:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(int(pid), os.WNOHANG)
+        with contextlib.suppress(OSError):  # that thread has ended
+            for pid in children.read_text().split():
+                if int(pid) not in known:
+                    with contextlib.suppress(ChildProcessError):
+                        os.waitpid(int(pid), os.WNOHANG)
 
 
 def _kill_main_thread(pid: int, number: Signals) -> None:

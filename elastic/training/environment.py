@@ -55,6 +55,7 @@ class WorkerEnvironment:
     memory_rank: int = 0  # this worker among those of the folder
     memory_every: int | None = None  # steps
     allow_fresh_start: bool = False
+    committed_step: int = 0  # the newest that an earlier round under the same agent has committed
 
 
 def read_environment(environ: Mapping[str, str], pid: int | None = None) -> WorkerEnvironment:
@@ -89,6 +90,7 @@ def read_environment(environ: Mapping[str, str], pid: int | None = None) -> Work
         memory_rank=_number(environ, "ELASTICD_LOCAL_RANK", 0),
         memory_every=_number(environ, "ELASTICD_MEMORY_EVERY", 0) or None,
         allow_fresh_start=environ.get("ELASTICD_ALLOW_FRESH_START") == "1",
+        committed_step=_number(environ, "ELASTICD_COMMITTED_STEP", 0),
     )
 
 

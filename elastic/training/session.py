@@ -49,6 +49,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from elastic.errors import ElasticError
 from elastic.progress import Outcome, Phase, ProgressWriter
 from elastic.training.agreement import Agreement, AgreementChannel, PendingAgreement
 from elastic.training.environment import Every, WorkerEnvironment, read_environment
@@ -208,24 +209,41 @@ class Session:
         return None
 
     def enter_loop(self, *, step: int, base_step: int) -> None:
-        """From now on a drain is a request seen by `agree`, not a kill. `base_step` is the step that was restored."""
-        if not self._environment.elastic:
-            self._stop_on_sigterm()
+        """From now on a drain is a request seen by `agree`, not a kill. `base_step` is the step that was restored.
+
+        Raises: ElasticError when that is none, though an earlier round has committed one.
+        """
+        committed = self._environment.committed_step
+        if not base_step and committed and not self.allow_fresh_start:
+            raise ElasticError(
+                f"step {committed} was committed in an earlier round, and there is no checkpoint now: is "
+                f"{self.checkpoint_dir or 'its directory'} mounted on this node? --allow-fresh-start begins at step 0"
+            )
+        if not self._environment.elastic or self.under_agent:
+            self._take_signals()
         if not self._has_restored:  # or has not said so: it is part of the start then
             self._note_restore("began")
             self._note_restore("ended")
         self._update(in_loop=1, step=step, base_step=base_step)
         self._clock.take()  # what came before belongs to no step
 
-    def _stop_on_sigterm(self) -> None:
-        """Nobody restarts us: SIGTERM (SLURM, a container's stop) then means save and leave; a second one kills."""
+    def _take_signals(self) -> None:
+        """SIGTERM means save and leave; a second one kills. From now on: an agent kills who is in the loop by SIGKILL.
+
+        Alone there is nobody else to ask (SLURM, a container's stop). Under our agent, which takes signals itself,
+        `systemctl kill` and SLURM send them to every process of the job, and the default would be death.
+        """
 
         def stop(number: int, frame: object) -> None:
             self._stop_signalled = True
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, stop)
+        if self.under_agent and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def begin_agree(
         self,

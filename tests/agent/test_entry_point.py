@@ -151,6 +151,16 @@ def test_a_script_ends_as_under_python(tmp_path: Path, body: str, start_as: str)
     assert err == expected_err
 
 
+@pytest.mark.parametrize("name", ["flush", "closed"])
+def test_a_stream_of_the_scripts_own_that_fails_at_the_end_fails_nothing(tmp_path: Path, name: str) -> None:
+    kind = "@property\n    " if name == "closed" else ""
+    body = f"def {name}(self): raise RuntimeError('upstream is gone')"
+    write(tmp_path, "tee.py", f"import io\nclass Tee(io.StringIO):\n    {kind}{body}\nkept = Tee.__new__(Tee)\n")
+    write(tmp_path, "script.py", "import tee\nprint('done')")
+    code, out, err = run(tmp_path, "script", "script.py")
+    assert (code, out) == (0, "done\n"), err
+
+
 def test_what_a_script_leaves_open_is_written(tmp_path: Path) -> None:
     write(tmp_path, "script.py", "kept = open('result', 'w')\nkept.write('precious')\nraise SystemExit(0)")
     code, _, err = run(tmp_path, "script", "script.py")

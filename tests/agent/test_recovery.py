@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,6 +108,30 @@ def test_a_killed_warden_is_replaced(tmp_path: Path) -> None:
         wait_for(lambda: wardens(job.process.pid) not in ([], [first]), what="another warden")
         job.signal(signal.SIGKILL)
         wait_for(lambda: not job.processes(), seconds=10.0)
+
+
+def test_a_removed_runtime_folder_is_made_again(tmp_path: Path) -> None:
+    """A logout removes /run/user, a cleaner what is old in /tmp."""
+    with running(tmp_path, *QUICK, "--log-dir", "logs", TRAINER, "100000", "0.02", "state") as job:
+        pid = job.wait_step(3)["workers"][0]["pid"]
+        shutil.rmtree(tmp_path / "run" / f"agent-{job.process.pid}")
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: "round 2: training" in job.output, seconds=30.0, what="the next round")
+        assert "cannot start" not in job.output
+
+
+def test_orphans_of_a_running_script_do_not_stay_zombies(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", "import os, time; [os.system('(true &)') for _ in range(20)]; time.sleep(600)")
+    with running(tmp_path, *QUICK, "script.py") as job:
+        job.wait_status(lambda s: s["workers"])
+        children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children")
+
+        def zombies() -> list[int]:
+            return [pid for pid in map(int, children.read_text().split()) if not Path(f"/proc/{pid}/exe").exists()]
+
+        wait_for(zombies, seconds=20.0, what="orphans")
+        wait_for(lambda: not zombies(), seconds=20.0, what="they are reaped")
+        assert job.status() is not None
 
 
 def test_two_jobs_on_one_host_do_not_disturb_each_other(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -165,6 +166,37 @@ def test_a_damaged_checkpoint_is_fallen_over_and_all_damaged_ends_the_job(tmp_pa
         assert job.wait_status(lambda s: s["base_step"] is not None)["base_step"] == 0
         job.signal(signal.SIGTERM)
         assert job.wait() == 143, job.output
+
+
+def test_a_checkpoint_directory_that_is_gone_is_waited_for_and_no_fresh_start(tmp_path: Path) -> None:
+    directory, elsewhere = tmp_path / "checkpoints", tmp_path / "unmounted"
+    refused = re.compile(r"ERROR .* step \d+ was committed in an earlier round, and there is no checkpoint now: is ")
+    with running(tmp_path, "--no-memory-checkpoints", *arguments(tmp_path, 1)) as job:
+        status = job.wait_status(lambda s: (s["checkpoint"]["disk_step"] or 0) > 0 and s["workers"])
+        directory.rename(elsewhere)
+        os.kill(status["workers"][0]["pid"], signal.SIGKILL)
+        wait_for(lambda: refused.search(job.output), seconds=60.0, what="a fresh start is refused")
+        shutil.rmtree(directory)  # the worker has made it again
+        elsewhere.rename(directory)
+        assert job.wait(100) == 0, job.output
+    assert_all_samples_used(tmp_path)
+
+
+def test_signals_to_every_process_of_the_job_save_and_drain_as_those_to_the_agent_do(tmp_path: Path) -> None:
+    """As `systemctl kill` and SLURM send them."""
+    with running(tmp_path, *arguments(tmp_path, 2)) as job:
+        workers = job.wait_step(2)["workers"]
+        for worker in workers:
+            os.kill(worker["pid"], signal.SIGUSR1)
+            os.kill(worker["pid"], signal.SIGTERM)
+        second = job.wait_status(lambda s: s["round"] == 2 and s["workers"] and (s["workers"][0]["step"] or 0) > 0)
+        assert (second["restarts"]["used"], second["last_failure"]) == (0, None)
+        assert second["base_step"] >= 2
+        for pid in [job.process.pid, *(worker["pid"] for worker in second["workers"])]:
+            os.kill(pid, signal.SIGTERM)
+        assert job.wait() == 143, job.output
+    assert run_to_end(tmp_path, *arguments(tmp_path, 2), seconds=120)[0] == 0
+    assert_all_samples_used(tmp_path)
 
 
 def flip_a_byte(path: Path) -> None:

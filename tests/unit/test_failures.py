@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from elastic.agent import failure
 from elastic.agent.hints import hint_for
 from elastic.agent.oom import oom_kills
 from elastic.agent.repeats import Place, note, place_of
@@ -99,3 +101,20 @@ def test_kills_for_memory_are_those_of_the_own_cgroup(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert oom_kills(tmp_path / "proc", tmp_path / "cgroup") == expected
+
+
+def test_an_error_that_holds_a_tensor_in_full_is_told_by_its_ends(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    written = {"message": f"ValueError: {'0.123456, ' * 1_000_000}the end", "extraInfo": {"py_callstack": "short"}}
+    path.write_text(json.dumps({"message": written}))
+    read_before = failure._parse_error_file.cache_info().misses
+    for _ in range(200):  # each pass of the agent's loop asks
+        message, callstack = failure.read_error_file(str(path))
+    assert failure._parse_error_file.cache_info().misses == read_before + 1
+    assert callstack == "short"
+    assert len(message) < 10_000
+    assert message.startswith("ValueError: 0.123456")
+    assert "characters left out" in message
+    assert message.endswith("the end")
+    path.write_text(json.dumps({"message": "another"}))
+    assert failure.read_error_file(str(path)) == ("another", "")

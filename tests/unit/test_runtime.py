@@ -30,10 +30,21 @@ def test_without_any_of_them_there_is_still_a_directory(tmp_path: Path, monkeypa
     assert directory.stat().st_uid == os.geteuid()
 
 
-def test_a_directory_open_to_others_is_closed(tmp_path: Path) -> None:
+def test_a_directory_that_others_may_write_to_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    assert runtime.runtime_dir({"RUNTIME_DIRECTORY": str(tmp_path / "open")}).stat().st_mode & 0o777 == 0o700
+    (tmp_path / "open").chmod(0o1777)
+    with pytest.raises(UsageError, match=r"open: others may write there \(mode 1777; 700 is wanted\)"):
+        runtime.runtime_dir({"RUNTIME_DIRECTORY": str(tmp_path / "open")})
+    assert (tmp_path / "open").stat().st_mode & 0o7777 == 0o1777
+
+
+def test_what_is_made_is_closed_to_others_whatever_the_umask(tmp_path: Path) -> None:
+    umask = os.umask(0o777)
+    try:
+        made = runtime.runtime_dir({"RUNTIME_DIRECTORY": str(tmp_path / "new")})
+    finally:
+        os.umask(umask)
+    assert made.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_link_or_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
