@@ -24,6 +24,7 @@ from .exchange import Exchange, depart
 from .groups import Groups
 from .manifest import FileEntry, Hasher, Manifest
 from .publish import PublishedUnsurelyError, discard, publish, shard_name, working_directory
+from .rounds import read_rounds
 from .snapshot import Snapshot
 from .storage import Storage
 
@@ -170,6 +171,7 @@ class Commit:
                 size = self._storage.size(self._storage.join(self._working, arrival["name"]))
                 if size != arrival["bytes"]:
                     raise CheckpointError(f"{arrival['name']} has {size} bytes here instead of {arrival['bytes']}")
+            self._check_round()
             self._await_fence()
             publish(self._storage, self._line.directory, self._working, self._manifest(arrivals, verdict))
         except PublishedUnsurelyError as exc:
@@ -179,6 +181,16 @@ class Commit:
         if self._fence() <= 0:
             return Outcome(state="unknown", error="the lease may have ended during the publication")
         return Outcome(state="committed")
+
+    def _check_round(self) -> None:
+        """Raises: CheckpointError when a later round goes on from what was there: no restore would take this one."""
+        line = self._line
+        later = max((round_ for round_, _ in read_rounds(self._storage, line.directory)), default=0)
+        if later > line.round:
+            raise CheckpointError(
+                f"round {later} has begun in {line.directory}, and this is round {line.round}: another job has been "
+                "started with this directory, or a newer round of this one. Give each job a directory of its own"
+            )
 
     def _await_fence(self) -> None:
         """Publish only while the lease holds for longer than that takes; a renewal on its way is waited for."""

@@ -158,6 +158,28 @@ def test_state_of_an_old_round_that_comes_late_is_void(tmp_path: Path) -> None:
     assert_same(restored.state, cut_state(41))
 
 
+def test_a_round_that_another_one_has_gone_on_from_commits_no_more(tmp_path: Path) -> None:
+    """Two jobs with one directory: what the first saved would be void, and it is told so."""
+    first = CheckpointManager(tmp_path, run_id="one")
+    first.restore()
+    first.save(10, cut_state(10))
+    first.wait()
+    second = CheckpointManager(tmp_path, run_id="two")
+    restored = second.restore()
+    assert restored is not None
+    first.save(20, cut_state(20))
+    result = first.wait()
+    assert result is not None
+    assert result.state == "failed"
+    assert result.error is not None
+    assert "round 2 has begun in" in result.error
+    second.save(15, cut_state(15))
+    second.close()
+    first.close()
+    listed = {entry["step"]: entry["state"] for entry in catalog.list_checkpoints(tmp_path)}
+    assert listed == {10: "committed", 15: "committed"}
+
+
 def test_late_state_is_void_even_when_the_later_round_never_committed(tmp_path: Path) -> None:
     save_steps(tmp_path, 10, 40)
     late = tmp_path / "late"
