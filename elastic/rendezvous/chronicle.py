@@ -28,6 +28,10 @@ class Chronicle:
         self._round_revision = -1
         self._leader_revision = -1
 
+    def is_newer_than(self, revision: int) -> bool:
+        """Whether more is known than a store at that revision can hold: it has been put back to an older state."""
+        return max(self._round_revision, self._leader_revision) > revision
+
     def forget_revisions(self) -> None:
         """Believe what comes next, whatever its revision: the store may have been put back to an older state."""
         self._round_revision = self._leader_revision = -1

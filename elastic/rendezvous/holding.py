@@ -99,6 +99,10 @@ class Holding:
         self.entry = found
         raise StoreUnavailableError(f"the write of {entry.key} was {outcome.value}")
 
+    def look_again(self) -> None:
+        """The store may hold another version of the key than this node has written last."""
+        self.entry = None
+
     def check(self) -> None:
         """A write under the lease was not applied: was it because of the lease? Raises: LeaseGoneError."""
         if self._store.renew(self.lease) == 0:

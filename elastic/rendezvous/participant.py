@@ -242,6 +242,10 @@ class Participant:
         is_first = self._watch is None
         takes = {self._keys.round: self._take_round, self._keys.leader: self._take_leader}
         found = {key: self._store.read(key) for key in takes}
+        if any(self._chronicle.is_newer_than(snapshot.revision) for snapshot in found.values()):
+            logger.warning("node %s: etcd was put back to an older state: going on from that", self._own.node.node_id)
+            self._chronicle.forget_revisions()
+            self._own.look_again()
         for key, snapshot in found.items():
             takes[key](snapshot.get(key), snapshot.revision, is_first)
         if self._watch is None:

@@ -9,6 +9,7 @@ one it was.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,6 +19,10 @@ import tenacity
 
 from elastic.errors import StoreUnavailableError
 from elastic.rendezvous.store import Compare, Delete, Entry, Outcome, Put, check_operations
+
+logger = logging.getLogger(__name__)
+
+_NO_SPACE = "database space exceeded"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,7 @@ class Transactor:
         self._retrying = retrying
         self._lock = threading.Lock()  # one write with a nonce at a time: the next one compares what it wrote
         self._seen: dict[str, int] = {}  # nonce key -> its mod_revision as this writer last knew it
+        self._has_complained = False
         self._doubtful: set[str] = set()  # nonce keys at whose revision something was sent that got no answer
 
     def write(
@@ -70,8 +76,19 @@ class Transactor:
             with self._lock:
                 swap = _Swap(self, compares, operations, nonce_key, nonce_lease)
                 return self._retrying()(swap.attempt)
-        except StoreUnavailableError:
+        except StoreUnavailableError as exc:
+            self._complain(str(exc))
             return Outcome.UNKNOWN, 0
+
+    def _complain(self, why: str) -> None:
+        """The caller tries again and knows nothing of this; it goes away by itself, or not at all."""
+        if _NO_SPACE in why and not self._has_complained:
+            logger.warning(
+                "etcd takes no writes, and no round can form: %s. Compact and defragment it, raise its "
+                "--quota-backend-bytes, then `etcdctl alarm disarm`",
+                why,
+            )
+        self._has_complained = _NO_SPACE in why
 
 
 class _Swap:

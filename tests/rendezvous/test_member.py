@@ -427,6 +427,22 @@ def test_a_node_that_is_cut_off_is_told_to_drain_then_expelled_and_comes_back_an
     assert next(member.join for member in b.round.members if member.node_id == "b") > join
 
 
+def test_a_store_that_is_put_back_to_an_older_state_stops_nothing_for_good(
+    cut: tuple[Job, list[FakeStore]], caplog: pytest.LogCaptureFixture
+) -> None:
+    job, stores = cut
+    a, b = job.start("a"), job.start("b")
+    job.until(all_run([a, b]))
+    image = stores[0].server.image()
+    for number in (2, 3):
+        b.fail(charged=False)
+        job.until(lambda number=number: a.running == b.running == number)  # type: ignore[misc]
+    stores[0].server.put_back(image)
+    job.until(lambda: "put back to an older state" in caplog.text)
+    b.fail(charged=False)
+    job.until(lambda: a.running == b.running > 3)
+
+
 def test_a_short_outage_costs_nothing(cut: tuple[Job, list[FakeStore]]) -> None:
     job, stores = cut
     a, b = job.start("a"), job.start("b")

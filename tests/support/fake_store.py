@@ -84,6 +84,16 @@ class FakeServer:
             self.compacted = self.revision
             self._history = [events for events in self._history if events[0].revision >= self.compacted]
 
+    def image(self) -> tuple[int, dict[str, Entry], list[list[Event]]]:
+        """What a copy of its data would hold, but for leases, which may live on."""
+        with self._lock:
+            return self.revision, dict(self.entries), list(self._history)
+
+    def put_back(self, image: tuple[int, dict[str, Entry], list[list[Event]]]) -> None:
+        """To an earlier state; a watch that is ahead of it gets a gap."""
+        with self._lock:
+            self.revision, self.entries, self._history = image
+
     def snapshot(self, key: str, prefix: bool) -> Snapshot:
         with self._lock:
             found = {k: e for k, e in sorted(self.entries.items()) if _matches(k, key, prefix)}
@@ -189,8 +199,9 @@ class FakeWatch:
         self._delivering = True
         try:
             while not self.closed and self._store.available:
-                if self._after + 1 < self._store.server.compacted:
-                    self._after = self._store.server.compacted
+                server = self._store.server
+                if self._after + 1 < server.compacted or self._after > server.revision:
+                    self._after = min(server.revision, server.compacted or server.revision)
                     self._store.count_gap()
                     self._on_gap()
                     calls += 1
