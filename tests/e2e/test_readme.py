@@ -64,7 +64,7 @@ def test_a_killed_worker_is_replaced_at_the_newest_step(tmp_path: Path, script: 
         status = job.wait_status(lambda s: (s["checkpoint"]["memory_step"] or 0) >= 20)
         os.kill(status["workers"][1]["pid"], signal.SIGKILL)
         assert job.wait_status(lambda s: s["round"] == 2 and s["base_step"] is not None)["base_step"] >= 20
-        status = job.wait_status(lambda s: s["incidents"] and s["incidents"][0]["lost_steps"] is not None)
+        status = job.wait_status(lambda s: s["incidents"] and s["incidents"][0]["seconds"]["total"] is not None)
         assert status["incidents"][0]["lost_steps"] <= 1
         assert None not in status["incidents"][0]["seconds"].values()
         wait_for(lambda: f"round 2: training goes on after step {status['base_step']}" in job.output)
