@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import secrets
 from typing import Any
 
@@ -12,20 +13,28 @@ from .exchange import Exchange, depart
 from .rounds import highest_round, manifests_in, newest_name, read_rounds
 from .storage import Storage
 
+logger = logging.getLogger(__name__)
 _SCOPE = "start"
 
 
-def enter(storage: Storage, exchange: Exchange, line: Line, deadline: float) -> tuple[Line, str | None]:
+def enter(
+    storage: Storage, exchange: Exchange, line: Line, deadline: float, *, has_memory: bool = False
+) -> tuple[Line, str | None]:
     """Complete the line with the round (when it is 0: the next free one) and a nonce of this manager. Collective.
 
     Returns the line and the name of a checkpoint that some rank sees already, None where all begin with nothing.
+    `has_memory`: this rank may have its state from there, and need not read the directory, if the round is known.
 
     Raises:
         StaleRoundError: some rank's directory holds a later round, or this one of another incarnation. On every rank.
         CheckpointError: some rank cannot read its directory.
     """
     keys = [f"{_SCOPE}/rank/{rank}" for rank in range(line.world_size)]
-    exchange.put(keys[line.rank], _look(storage, line), deadline)
+    look = _look(storage, line)
+    if look["error"] is not None and has_memory and line.round:
+        logger.error("%s; what memory holds may do, and saves will fail until this is mended", look["error"])
+        look["error"] = None
+    exchange.put(keys[line.rank], look, deadline)
     if line.rank == 0:
         exchange.put(f"{_SCOPE}/verdict", _decide(exchange.get(keys, deadline), line), deadline)
     (verdict,) = exchange.get([f"{_SCOPE}/verdict"], deadline)

@@ -111,7 +111,9 @@ class CheckpointManager:
         )
         self._background = Background(self._storage, self._exchange, policy)
         try:
-            self._line, self._past = enter(self._storage, self._exchange, line, self._deadline())
+            self._line, self._past = enter(
+                self._storage, self._exchange, line, self._deadline(), has_memory=memory is not None
+            )
             self._find_groups()
         except BaseException:
             self._exchange.close()

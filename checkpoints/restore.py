@@ -98,6 +98,7 @@ class Restore:
         self._homes = find_homes([], around.homes, writable=around.writable)
         self._copies = Copies([], self._homes)
         self._struck: dict[str, str] = {}
+        self._unreadable = ""  # why a rank cannot see what is on disk
         self._reported: set[str] = set()
 
     def run(self, decided: Callable[[int], None]) -> Restored | None:
@@ -124,25 +125,27 @@ class Restore:
 
     def _look(self) -> tuple[Offer, dict[str, Opener], str | None]:
         """What this rank sees, and what keeps it from looking. Memory that cannot be read is as if it held nothing."""
+        problem: str | None = None
         try:
             mine, sound = offer(self._storage, self._line.directory)
         except OSError as exc:
-            return Offer(candidates=(), unsound=(), rounds=()), {}, str(exc)
+            mine, sound, problem = Offer(candidates=(), unsound=(), rounds=()), {}, str(exc)
         if self._around.memory is not None and self._around.memory.problem is None:
             try:
                 mine, held = with_memory(mine, self._around.memory.folder, self._line.run_id)
                 sound |= held
             except OSError as exc:
                 logger.warning("rank %d cannot read what memory holds: %s", self._line.rank, exc)
-        return mine, sound, None
+        return mine, sound, problem
 
     def _open(self, offers: list[Any]) -> dict[str, Any] | None:
-        """Rank 0: take in the offers; the trial that ends it at once when a rank cannot read its directory."""
-        for rank, entry in enumerate(offers):
-            if entry["error"] is not None:
-                error = f"rank {rank} cannot read the checkpoint directory: {entry['error']}"
-                return nothing_to_try((), error, "CheckpointError")
+        """Rank 0: take in the offers. A rank that cannot read its directory ends it, unless memory holds a state."""
         self._offers = [parse_offer(entry["offer"]) for entry in offers]
+        unreadable = [(rank, entry["error"]) for rank, entry in enumerate(offers) if entry["error"] is not None]
+        if unreadable:
+            self._unreadable = "rank {} cannot read the checkpoint directory: {}".format(*unreadable[0])
+            if not any(candidate.tier == "memory" for offered in self._offers for candidate in offered.candidates):
+                return nothing_to_try((), self._unreadable, "CheckpointError")
         self._homes = find_homes(self._offers, self._around.homes, writable=self._around.writable)
         self._copies = Copies(self._offers, self._homes)
         return None
@@ -186,6 +189,8 @@ class Restore:
                 rounds=tuple(frontier(known_rounds(self._offers))),
             )
             return trial.as_json(choice.skipped)
+        if self._unreadable:  # what is there is not known: no reason to begin anew
+            return nothing_to_try(choice.skipped, self._unreadable, "CheckpointError")
         if choice.refuse and not self._request.allow_fresh_start:
             return nothing_to_try(choice.skipped, self._nothing_usable(choice), "NoUsableCheckpointError")
         return nothing_to_try(choice.skipped)

@@ -229,6 +229,37 @@ def test_state_that_a_later_round_left_behind_is_void_in_memory_too(tmp_path: Pa
     third.close()
 
 
+def test_a_directory_that_cannot_be_read_is_no_hindrance_while_memory_holds_a_state(tmp_path: Path) -> None:
+    disk, elsewhere, folder = tmp_path / "disk", tmp_path / "elsewhere", tmp_path / "shm"
+    first = manager_of(disk, folder, round=1)
+    first.restore()
+    first.save(4, cut_state(4))
+    first.wait()
+    first.keep(9, cut_state(9))
+    first.close()
+    disk.rename(elsewhere)
+    disk.write_text("as a file server that is gone: no directory")
+    second = manager_of(disk, folder, round=2)
+    assert (restored_by(second).step, second.round) == (9, 2)
+    second.save(10, cut_state(10))
+    result = second.wait()
+    assert result is not None
+    assert result.state == "failed"
+    second.close()
+    for path in folder.glob("node0/*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    third = manager_of(disk, folder, round=3)
+    with pytest.raises(CheckpointError, match="cannot read the checkpoint directory"):
+        third.restore()
+    third.close()
+    disk.unlink()
+    elsewhere.rename(disk)
+    fourth = manager_of(disk, folder, round=4)
+    assert restored_by(fourth).step == 4
+    fourth.close()
+
+
 def test_round_from_a_step_above_the_disk_that_loses_its_memory_goes_back_to_the_disk(tmp_path: Path) -> None:
     for folder, step in (("a", 0), ("a", 6), ("b", 4)):  # the third round finds other memory: the node is gone
         manager = manager_of(tmp_path / "disk", tmp_path / folder)
