@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from .choose import Choice, Offer, Tier, choose, find_homes, known_rounds
+from .choose import Choice, Offer, Tier, choose, find_homes, known_rounds, voiding_round
 from .commit import Line
 from .copies import Copies, Report
 from .errors import (
@@ -65,6 +65,7 @@ class Restored:
     skipped: tuple[tuple[str, str], ...]
     tier: Tier = "disk"
     files: tuple[str, ...] = ()
+    disk_step: int = -1  # the newest of this line that lies in this rank's directory, -1: none
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +122,7 @@ class Restore:
             self._around.memory.clear_inbox()
         if verdict["error"] is not None:
             raise _KINDS.get(verdict["kind"], CheckpointError)(verdict["error"])
-        return restored
+        return restored and dataclasses.replace(restored, disk_step=_newest_on_disk(mine, restored))
 
     def _look(self) -> tuple[Offer, dict[str, Opener], str | None]:
         """What this rank sees, and what keeps it from looking. Memory that cannot be read is as if it held nothing."""
@@ -290,3 +291,16 @@ class Restore:
         depart(
             self._exchange, self._scope, self._keys, rank=line.rank, world_size=line.world_size, deadline=self._deadline
         )
+
+
+def _newest_on_disk(seen: Offer, restored: Restored) -> int:
+    """What a restart of everything would go on from, as far as this rank sees."""
+    return max(
+        (
+            candidate.step
+            for candidate in seen.candidates
+            if candidate.tier == "disk" and candidate.step <= restored.step
+            if voiding_round(candidate.round, candidate.step, seen.rounds) is None
+        ),
+        default=-1,
+    )

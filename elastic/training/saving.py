@@ -139,7 +139,7 @@ class Saver:
                 raise JobFailedError(str(error)) from error
         if restored is not None and restored.tier == "memory":
             self._kept_step = restored.step
-            self._session.note(memory_step=restored.step)
+            self._session.note(memory_step=restored.step, disk_step=restored.disk_step)
         elif restored is not None:
             self._saved_step = restored.step
             self._session.note(disk_step=restored.step)

@@ -63,6 +63,7 @@ def test_what_was_kept_comes_back_bit_by_bit_and_is_newer_than_the_disk(tmp_path
         manager = manager_of(disk, folder)
         restored = restored_by(manager, fingerprint="data", like=state)
         assert (restored.step, restored.tier, restored.samples, restored.base_step) == (6, "memory", 48, 0)
+        assert restored.disk_step == 1
         assert_same(restored.state, state)
         assert manager.round == 2
         manager.close()
