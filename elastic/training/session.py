@@ -234,9 +234,14 @@ class Session:
         `systemctl kill` and SLURM send them to every process of the job, and the default would be death.
         """
 
+        owner = os.getpid()
+
         def stop(number: int, frame: object) -> None:
-            self._stop_signalled = True
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if os.getpid() == owner:
+                self._stop_signalled = True
+            else:  # a process that the program has forked meanwhile
+                os.kill(os.getpid(), number)
 
         if threading.current_thread() is not threading.main_thread():
             return
