@@ -243,7 +243,7 @@ class Agent(ElasticAgent):
             time.sleep(_STACKS_SECONDS)  # the workers write their stacks themselves
             self._asked = Asked.STOP
         elif number == signal.SIGHUP:
-            self._crew.workers.reopen_logs()
+            self._crew.reopen_logs()
         elif number == signal.SIGUSR1 and self._config.usr1 == "drain":
             self._asked = max(self._asked, Asked.DRAIN)
             self._membership.leaving()

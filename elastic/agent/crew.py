@@ -186,6 +186,11 @@ class Crew:
         if previous:
             kill_round(self._nonce, previous)
 
+    def reopen_logs(self) -> None:
+        """After a rotation."""
+        self.workers.reopen_logs()
+        self._console.follow_rotated()
+
     def settle(self, now: float) -> None:
         self.done.settling_until = now + _SETTLE_SECONDS
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -49,10 +50,19 @@ class Console:
         self._tails: list[TailLog] = []
         self._files: list[TextIO] = []
         self._stopping: list[threading.Thread] = []
+        self._round: tuple[LogsDest, Mapping[int, Mapping[str, str]]] | None = None
+        self._inodes: dict[str, int] = {}  # of the files that are followed
+
+    def follow_rotated(self) -> None:
+        """Go on with the new files where those of before were moved away; what is left of them is copied as well."""
+        if self._round is not None and _are_other_files(self._inodes):
+            self.start(*self._round)
 
     def start(self, destination: LogsDest, environs: Mapping[int, Mapping[str, str]]) -> None:
         """Begin with a round's files; the last round's are stopped first."""
         self.stop()
+        self._round = destination, environs
+        self._inodes = _made([*destination.tee_stdouts.values(), *destination.tee_stderrs.values()])
         prefixes = self._prefixes(environs)
         role = self._config.role
         self._tails = [
@@ -72,7 +82,7 @@ class Console:
         self, sources: dict[int, str], target: str, needles: tuple[str, ...], prefixes: dict[int, str] | None
     ) -> None:
         if needles:
-            file = open(target, "w", errors="replace", buffering=1, opener=closed_to_others)  # noqa: SIM115 - see `stop`
+            file = open(target, "a", errors="replace", buffering=1, opener=closed_to_others)  # noqa: SIM115 - see `stop`
             self._files.append(file)
             matches = lambda line: any(needle in line for needle in needles)  # noqa: E731
             self._tails.append(TailLog(self._config.role, sources, file, prefixes, log_line_filter=matches))
@@ -93,13 +103,36 @@ class Console:
             thread = threading.Thread(target=_finish, args=(self._tails, self._files), name="log-tails")
             thread.start()
             self._stopping = [t for t in self._stopping if t.is_alive()] + [thread]
-            self._tails, self._files = [], []
+            self._tails, self._files, self._round = [], [], None
 
     def close(self) -> None:
         self.stop()
         for thread in self._stopping:
             thread.join(10)
         self._stopping = []
+
+
+def _made(paths: list[str]) -> dict[str, int]:
+    """The inode of each file, made now where its worker has not done so yet."""
+    inodes = {}
+    for path in paths:
+        with contextlib.suppress(OSError), open(path, "ab", opener=closed_to_others) as file:
+            inodes[path] = os.fstat(file.fileno()).st_ino
+    return inodes
+
+
+def _are_other_files(inodes: Mapping[str, int]) -> bool:
+    """Whether every file that says something is another one than before: who reads one again would tell it twice."""
+    is_another = False
+    for path, inode in inodes.items():
+        with contextlib.suppress(OSError):
+            status = os.stat(path)  # noqa: PTH116
+            if status.st_ino == inode:
+                if status.st_size:
+                    return False
+                continue
+        is_another = True
+    return is_another
 
 
 def _finish(tails: list[TailLog], files: list[TextIO]) -> None:

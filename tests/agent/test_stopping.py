@@ -106,3 +106,31 @@ def test_hup_reopens_the_logs_after_a_rotation_and_is_harmless_when_their_folder
         assert job.wait_status(lambda s: s["workers"])["round"] == 1, job.output
         job.signal(signal.SIGTERM)
         assert job.wait() == 143, job.output
+
+
+COUNTING = """
+import sys, time
+for number in range(100_000):
+    sys.stdout.write(f"tick {number}\\n")
+    time.sleep(0.02)
+"""
+
+
+def test_the_console_goes_on_after_a_rotation_and_says_each_line_once(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", COUNTING)
+
+    def told(local_rank: int) -> list[int]:
+        return [int(number) for number in re.findall(rf"\[default{local_rank}\]:tick (\d+)\n", job.output)]
+
+    with running(tmp_path, *PAIR, "--log-dir", "logs", "script.py", environ={"PYTHONUNBUFFERED": "1"}) as job:
+        wait_for(lambda: all(len(told(rank)) > 20 for rank in (0, 1)), what="the console shows both")
+        job.signal(signal.SIGHUP)  # nothing was rotated: nothing is read again
+        for log in tmp_path.glob("logs/*/attempt_0/*/stdout.log"):
+            log.rename(log.with_suffix(".1"))
+        job.signal(signal.SIGHUP)
+        wait_for(lambda: all(told(rank)[-1] > 300 for rank in (0, 1)), seconds=40.0, what="the console goes on")
+        job.signal(signal.SIGTERM)
+        assert job.wait() == 143, job.output
+    for rank in (0, 1):
+        numbers = told(rank)
+        assert numbers == list(range(len(numbers)))
