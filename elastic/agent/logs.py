@@ -7,7 +7,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from string import Template
 from typing import TextIO
@@ -21,6 +22,8 @@ from elastic.errors import UsageError
 from elastic.runtime import closed_to_others
 
 logger = logging.getLogger(__name__)
+
+_LINGER_SECONDS = 10.0  # a worker that is in the middle of a step opens its new file when that is over
 
 
 def make_logs_specs(config: JobConfig, fallback: Path) -> LogsSpecs:
@@ -50,13 +53,16 @@ class Console:
         self._tails: list[TailLog] = []
         self._files: list[TextIO] = []
         self._stopping: list[threading.Thread] = []
+        self._is_over = threading.Event()
         self._round: tuple[LogsDest, Mapping[int, Mapping[str, str]]] | None = None
         self._inodes: dict[str, int] = {}  # of the files that are followed
 
     def follow_rotated(self) -> None:
         """Go on with the new files where those of before were moved away; what is left of them is copied as well."""
         if self._round is not None and _are_other_files(self._inodes):
-            self.start(*self._round)
+            there = self._round
+            self.stop(linger_seconds=_LINGER_SECONDS)
+            self.start(*there)
 
     def start(self, destination: LogsDest, environs: Mapping[int, Mapping[str, str]]) -> None:
         """Begin with a round's files; the last round's are stopped first."""
@@ -97,15 +103,17 @@ class Console:
             for local_rank, environ in environs.items()
         }
 
-    def stop(self) -> None:
-        """No more lines will come: what is left is copied by a thread, since a tail takes a moment to see its end."""
+    def stop(self, linger_seconds: float = 0.0) -> None:
+        """No more lines will come, after that time: what is left is copied by a thread, for a tail is slow to end."""
         if self._tails:
-            thread = threading.Thread(target=_finish, args=(self._tails, self._files), name="log-tails")
+            finish = partial(_finish, self._tails, self._files, partial(self._is_over.wait, linger_seconds))
+            thread = threading.Thread(target=finish, name="log-tails")
             thread.start()
             self._stopping = [t for t in self._stopping if t.is_alive()] + [thread]
             self._tails, self._files, self._round = [], [], None
 
     def close(self) -> None:
+        self._is_over.set()
         self.stop()
         for thread in self._stopping:
             thread.join(10)
@@ -135,7 +143,8 @@ def _are_other_files(inodes: Mapping[str, int]) -> bool:
     return is_another
 
 
-def _finish(tails: list[TailLog], files: list[TextIO]) -> None:
+def _finish(tails: list[TailLog], files: list[TextIO], linger: Callable[[], object]) -> None:
+    linger()
     for tail in tails:
         tail.stop()
     for file in files:
