@@ -206,11 +206,11 @@ class Crew:
             worker.request_drain()
 
     def terminate(self, now: float) -> None:
-        """SIGTERM, for workers that are not in a training loop of ours."""
+        """SIGTERM, for workers that are not in a training loop of ours; who is in it waits for them in vain."""
         self.done.terminate_until = now + self._config.shutdown_timeout_seconds
         for worker in self.workers.alive:
             worker.stopped_by_us = True
-        self.workers.signal(signal.SIGTERM)
+            worker.signal(signal.SIGKILL if worker.progress.in_loop else signal.SIGTERM)
 
     def kill(self) -> None:
         self.done.killed = True

@@ -192,7 +192,8 @@ def tell_if_final(failure: BaseException) -> None:
     """Have the agent told that a retry would fail the same way, where the failure says so and there is a session."""
     ours = sys.modules.get("elastic.training.session")
     if ours is not None and getattr(failure, "retry_is_useless", False) is True:
-        ours.session().fatal(failure)
+        with contextlib.suppress(Exception):  # it may be what could not be had
+            ours.session().fatal(failure)
 
 
 def end(code: int) -> NoReturn:

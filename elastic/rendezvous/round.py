@@ -150,9 +150,8 @@ class Round:
             late = tuple((i, join) for i, join in fields.pop("late", ()))
             phase = Phase(fields.pop("phase"))
             rest = {name: value for name, value in fields.items() if name in _ROUND_TYPES}
-            if any(type(value).__name__ != _ROUND_TYPES[name] for name, value in rest.items()) or not _are_seats(
-                members
-            ):
+            are_right = all(type(value).__name__ == _ROUND_TYPES[name] for name, value in rest.items())
+            if not are_right or not _are_seats(members):
                 raise TypeError("a value is of another type")
             return cls(phase=phase, members=members, flaky=flaky, leaving=leaving, late=late, **rest)
         except (TypeError, KeyError, AttributeError, RecursionError) as exc:

@@ -151,6 +151,15 @@ def test_a_script_ends_as_under_python(tmp_path: Path, body: str, start_as: str)
     assert err == expected_err
 
 
+def test_a_failure_that_says_it_is_final_is_shown_also_where_no_session_can_be_had(tmp_path: Path) -> None:
+    body = "import os\nos.environ['RANK'] = 'first'\nimport elastic\nelastic.session()"
+    write(tmp_path, "script.py", body)
+    code, _, err = run(tmp_path, "script", "script.py")
+    assert code == 1
+    assert err.count("Traceback") == 1
+    assert "the variable RANK is 'first'" in err
+
+
 @pytest.mark.parametrize("name", ["flush", "closed"])
 def test_a_stream_of_the_scripts_own_that_fails_at_the_end_fails_nothing(tmp_path: Path, name: str) -> None:
     kind = "@property\n    " if name == "closed" else ""

@@ -67,6 +67,28 @@ def test_a_failure_is_named_its_peers_are_stopped_and_the_next_round_runs_until_
     assert "first words" in output, "the last lines of the failed worker are part of the report"
 
 
+HALF_IN_THE_LOOP = """
+import os, time, elastic
+session = elastic.session()
+if session.rank == 0:
+    session.enter_loop(step=0, base_step=0)
+    open("in-loop", "w").close()
+    time.sleep(600)
+while not os.path.exists("in-loop"):
+    time.sleep(0.01)
+raise ValueError("broken before the loop")
+"""
+
+
+def test_a_worker_in_the_loop_does_not_wait_for_one_that_failed_before_it(tmp_path: Path) -> None:
+    """There it takes SIGTERM for a request, which no peer will ever agree to."""
+    write(tmp_path, "script.py", HALF_IN_THE_LOOP)
+    late = ("--max-restarts", "0", "--shutdown-timeout", "300", "--no-standby")
+    code, output = run_to_end(tmp_path, *PAIR, *late, "script.py", seconds=60)
+    assert code == 1, output
+    assert "broken before the loop" in output
+
+
 def test_78_is_not_retried(tmp_path: Path) -> None:
     write(
         tmp_path,

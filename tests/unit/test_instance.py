@@ -61,7 +61,7 @@ def test_orphans_are_reaped_while_threads_come_and_go() -> None:
     churning = threading.Thread(target=churn)
     churning.start()
     try:
-        for _ in range(300):
+        for _ in range(1000):
             reap_orphans(frozenset())
     finally:
         stop.set()
