@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test bench soak lint clean
 
 demo: $(STAMP)
-	$(BIN)/elasticd demo $(ARGS)
+	$(BIN)/elasticd demo --nodes 3 $(ARGS)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(ARGS)

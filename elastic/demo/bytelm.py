@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import logging
 import math
 import sys
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 import elastic
 from elastic.demo.data import Windows
+from elastic.demo.ledger import planned_steps, read_ledger, unwritten
 from elastic.demo.model import GPT, GPTConfig, next_byte_loss
 from elastic.demo.records import LineFile, ledger_record, parameter_digest, write_digest, write_parameters
 from elastic.demo.slow_storage import SlowStorage
@@ -32,6 +34,8 @@ from elastic.training.trainer_config import Device, Precision, StartMethod
 
 if TYPE_CHECKING:
     from checkpoints.storage import Storage
+
+_STEPS_LOOKED_BACK = 16  # for what is missing in the ledger: more rounds than may end within one step
 
 logger = logging.getLogger("elastic.demo.bytelm")  # by name: this file is also run as __main__
 
@@ -52,6 +56,7 @@ class ByteLM(Task):
         self._micro_batches: int = math.ceil(math.ceil(options.global_batch / options.micro_batch) / world_size)
         self._pause_seconds = self._read_pause()
         self._ledger = LineFile(options.ledger) if options.ledger else None
+        self._ledger_is_closed_up = False  # as far as other rounds wrote it
         self._losses = LineFile(options.losses) if options.losses else None
         self.network: nn.Module | None = None  # made by the Trainer, and trained when it is done
 
@@ -68,7 +73,9 @@ class ByteLM(Task):
 
     def dataset(self) -> Windows:
         text = read_text(self._options.data)
-        return Windows(text, context=self._options.context, samples=self._options.samples)
+        windows = Windows(text, context=self._options.context, samples=self._options.samples)
+        self._samples = len(windows)
+        return windows
 
     def loss(self, model: Any, batch: Tensor) -> tuple[Tensor, int]:
         time.sleep(self._pause_seconds)
@@ -85,9 +92,29 @@ class ByteLM(Task):
                 seconds = float(self._options.pace.read_text())
         return seconds / self._micro_batches
 
+    def _close_up(self, ledger: LineFile, base_step: int) -> None:
+        """Write what ranks that were killed put into the steps up to `base_step`, from which training goes on."""
+        options, first = self._options, max(1, base_step - _STEPS_LOOKED_BACK)
+        if not options.ledger.is_file():  # a pipe, /dev/null
+            return
+        plan = planned_steps(
+            samples=self._samples,
+            global_batch=options.global_batch,
+            micro_batch=options.micro_batch,
+            seed=options.seed,
+            steps=base_step,
+            first=first,
+        )
+        for entry in unwritten(read_ledger(options.ledger.read_text()).entries, plan):
+            logger.info("step=%d: the samples of a rank that was killed after its update are written now", entry.step)
+            ledger.append(dataclasses.asdict(entry))
+
     def on_step(self, step: AppliedStep) -> None:
         self._pause_seconds = self._read_pause()
         if self._ledger is not None:
+            if step.rank == 0 and not self._ledger_is_closed_up:
+                self._close_up(self._ledger, step.step - 1)
+            self._ledger_is_closed_up = True
             self._ledger.append(ledger_record(step))
         if step.rank:
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -84,23 +85,62 @@ class Audit:
 
 
 def planned_steps(
-    *, samples: int, global_batch: int, micro_batch: int, seed: int, steps: int
+    *, samples: int, global_batch: int, micro_batch: int, seed: int, steps: int, first: int = 1
 ) -> dict[int, tuple[Sample, ...]]:
-    """What the Trainer must use: step -> its samples."""
+    """What the Trainer must use: step -> its samples, for the steps from `first` to `steps`."""
     batching = Batching(dataset_size=samples, global_batch_size=global_batch, micro_batch_size=micro_batch)
     sampler = Sampler(size=samples, seed=seed)
     return {
         step: tuple((plan.epoch, index) for index in sampler.indices(plan.epoch, plan.start, plan.stop))
         for step, plan in enumerate(batching.remaining(Position(), step=0, steps=steps), start=1)
+        if step >= first
     }
+
+
+def unwritten(entries: Iterable[Entry], plan: Mapping[int, Sequence[Sample]]) -> tuple[Entry, ...]:
+    """What ranks put into steps that training goes on from, and were killed before they could write down.
+
+    An update needs the gradients of all, so whoever wrote a step proves that all had given their part. Another node
+    may have kept the step meanwhile: then nobody does it again, and its next round closes the books. A step is taken
+    for incomplete only where the one before it is complete: else the file is not one that all nodes write to.
+    """
+    rounds = _by_round(entries)
+    found = []
+    for step in sorted(plan):
+        missing = _missing(rounds.get(step, {}), plan[step])
+        if missing and step in rounds and step - 1 in plan and not _missing(rounds.get(step - 1, {}), plan[step - 1]):
+            last = max(rounds[step])
+            ranks = {entry.rank for entry in rounds[step][last]}
+            rank = next(rank for rank in itertools.count() if rank not in ranks)
+            (epoch,) = {epoch for epoch, _ in missing}
+            samples = tuple(index for _, index in missing)
+            found.append(Entry(round=last, step=step, epoch=epoch, rank=rank, samples=samples))
+            rounds[step][last].append(found[-1])
+    return tuple(found)
+
+
+def _missing(by_round: Mapping[int, Sequence[Entry]], planned: Sequence[Sample]) -> list[Sample]:
+    """The planned samples of a step that its last round has no line about."""
+    last = by_round[max(by_round)] if by_round else ()
+    written = {(entry.epoch, index) for entry in last for index in entry.samples}
+    return [sample for sample in planned if sample not in written]
+
+
+def _by_round(entries: Iterable[Entry]) -> dict[int, dict[int, list[Entry]]]:
+    """Step -> round -> what was written about it then."""
+    rounds: dict[int, dict[int, list[Entry]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    for entry in entries:
+        rounds[entry.step][entry.round].append(entry)
+    return rounds
 
 
 def audit(entries: Iterable[Entry], plan: Mapping[int, Sequence[Sample]]) -> Audit:
     """Compare what was used with what was planned. Two entries of one rank for one step and round both count."""
-    rounds: dict[int, dict[int, list[Sample]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    for entry in entries:
-        rounds[entry.step][entry.round] += [(entry.epoch, index) for index in entry.samples]
-    counted = {step: by_round[max(by_round)] for step, by_round in rounds.items()}
+    rounds = _by_round(entries)
+    counted = {
+        step: [(entry.epoch, index) for entry in by_round[max(by_round)] for index in entry.samples]
+        for step, by_round in rounds.items()
+    }
     expected = collections.Counter(sample for samples in plan.values() for sample in samples)
     used = collections.Counter(sample for samples in counted.values() for sample in samples)
     surplus = used - expected

@@ -20,7 +20,10 @@ from elastic.errors import ExitCode
 from elastic.status import JobStatus
 
 _STEPS_BETWEEN = 8  # that are trained with one world size before the next change is made
-_FULL_SPEED, _HELD_BACK = 0.0, 0.5  # seconds that a step is made longer by; the latter while somebody gets ready
+# Seconds that a step is made longer by: what starts on a small machine is to have it for itself.
+_FULL_SPEED = 0.0
+_HELD_BACK = 0.5  # while nodes start
+_WAITING = 1.0  # while standbys get warm
 
 Story = Generator[None, JobStatus, None]
 
@@ -40,7 +43,7 @@ class NodesDemo:
         find_etcd()  # before anything is said
         self._say(f"training a small language model on {settings.data} on {settings.nodes} nodes")
         folder.mkdir()
-        self._pace(_FULL_SPEED)
+        self._pace(_HELD_BACK)
         with running_etcd(folder) as endpoint:
             fleet = Fleet(functools.partial(self._command, folder, endpoint), folder)
             self._disturbed(fleet)
@@ -132,16 +135,15 @@ class NodesDemo:
 
     def _all_warm(self, fleet: Fleet, status: JobStatus) -> Generator[None, JobStatus, JobStatus]:
         """Wait for the standbys, which are warm for nearly all of a long run, then get up to speed again."""
-        if fleet.is_warm:
-            return status
-        self._pace(_HELD_BACK)
+        if not fleet.is_warm:
+            self._pace(_WAITING)
         while not fleet.is_warm and not self._settings.is_late(_step(status)):
             status = yield
         self._pace(_FULL_SPEED)
         return (yield from self._trained(status))
 
     def _pace(self, seconds: float) -> None:
-        """Steps are longer by that from the next one on: what starts on a small machine is to have it for itself."""
+        """Steps are longer by that from the next one on."""
         partial = self._pace_file.with_suffix(".new")
         partial.write_text(str(seconds))
         partial.replace(self._pace_file)

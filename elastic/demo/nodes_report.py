@@ -16,7 +16,7 @@ from elastic.demo.settings import LEASE_TTL_SECONDS
 def nodes_table(outcome: NodesOutcome) -> Table:
     """Steps, loss, world sizes, what each change cost, samples, and the comparison with the run left in peace."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    made.add_column("training on real text; a node killed, added again, another drained")
+    made.add_column("training on real text: a node killed, added, one drained")
     made.add_column("", justify="right")
     settings, files = outcome.settings, outcome.disturbed.files
     made.add_row("steps", f"{settings.steps} on {settings.nodes} nodes of {settings.workers} ranks")
@@ -59,12 +59,12 @@ def _add_comparison(made: Table, outcome: NodesOutcome) -> None:
     """What is equal to the run in peace, and how equal."""
     ranks = outcome.settings.world_size
     right = not (outcome.disturbed.files.audit.wrong_steps or outcome.reference.files.audit.wrong_steps)
-    made.add_row(f"samples of every step equal to a run in peace with {ranks} ranks", _yes(right))
+    made.add_row(f"samples of every step: those of a run in peace, {ranks} ranks", _yes(right))
     apart = "-" if outcome.difference is None else f"{outcome.difference:.1e}"
-    made.add_row("  relative difference of the tensor that differs most", apart)
+    made.add_row("  largest relative difference of a tensor", apart)
     made.add_row(f"parameters equal to rounding (at most {TOLERANCE:.0e})", _yes(outcome.parameters_close))
     made.add_row(
-        "  bit by bit (not asked for: other world sizes sum in another order)", "yes" if outcome.digest_equal else "no"
+        "  bit by bit (not asked for: sums in another order)", "yes" if outcome.digest_equal else "no"
     )
 
 

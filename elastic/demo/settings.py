@@ -21,6 +21,7 @@ _MOST_WORKERS = 16
 _MOST_NODES = 8
 LEASE_TTL_SECONDS = 2
 _LAST_CALL_SECONDS = 60  # all nodes are started at once, and the first round is to have them all
+_LAST_STEPS = 16  # enough for a change and for some steps after it
 _STEP_SECONDS = 0.05  # so that standbys get warm while training goes on
 
 
@@ -52,9 +53,10 @@ class Settings:
     def kill_at(self) -> int:
         """The first step at which something may be killed, halfway between two checkpoints.
 
-        A quarter of the way, as more is to come after it.
+        A quarter of the way, with several nodes an eighth: more is to come after it.
         """
-        return self.steps // 4 // self.save_every * self.save_every + self.save_every // 2
+        checkpoints = max(1, self.steps // (4 if self.nodes == 1 else 8) // self.save_every)
+        return checkpoints * self.save_every + self.save_every // 2
 
     def may_change(self, status: JobStatus) -> bool:
         """Once the standbys are warm, as they are for nearly all of a long run; but not too late for what follows."""
@@ -63,7 +65,7 @@ class Settings:
 
     def is_late(self, step: int) -> bool:
         """No time is left to wait for what would be nice."""
-        return step >= self.steps * 3 // 4
+        return step >= self.steps - min(_LAST_STEPS, self.steps // 4)
 
     def plan(self) -> dict[int, tuple[Sample, ...]]:
         """What training must use: step -> its samples."""
@@ -155,7 +157,7 @@ def parse(argv: Sequence[str]) -> Settings:
     add = parser.add_argument
     add("--nodes", type=int, default=1, metavar="N", help="agents; more than one need an etcd; default: %(default)s")
     add("--workers", type=int, metavar="N", help="on each node; default: 2, with several nodes 1")
-    add("--steps", type=int, default=160, metavar="N", help="default: %(default)s")
+    add("--steps", type=int, default=100, metavar="N", help="default: %(default)s")
     add("--save-every", type=int, metavar="STEPS", help="steps between checkpoints; default: a tenth of --steps")
     add("--seed", type=int, default=0, help="of weights and order; default: %(default)s")
     add("--data", type=Path, metavar="FILE|DIR", help="text to learn; default: the sources of Python's library")

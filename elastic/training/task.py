@@ -105,7 +105,10 @@ class Task:
         return self.loss(model, batch)
 
     def on_step(self, step: AppliedStep) -> None:
-        """Called once per step on each rank, when the update is applied (or skipped), before any checkpoint of it."""
+        """Called once per step on each rank, when the update is applied (or skipped), before it saves the step.
+
+        A rank that is killed in between misses the call for good where other nodes' memory has kept the step.
+        """
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Called on each rank after an evaluation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -99,6 +100,28 @@ def test_a_bad_value_is_one_clear_line_and_exit_2() -> None:
 def _main_launched(rank: int, world_size: int, store: object, flags: tuple[str, ...]) -> int:
     be_launched(rank, world_size, store)
     return main(flags)
+
+
+def test_what_a_rank_was_killed_too_early_to_write_is_written_by_the_next_round(tmp_path: Path) -> None:
+    """As when a node is lost right after an update, which the others keep in their memory and go on from."""
+    ledger = tmp_path / "ledger"
+    job = ("--samples", "50", "--global-batch", "8", "--micro-batch", "3", "--ledger", f"{ledger}")
+    train(*job, "--checkpoint-dir", f"{tmp_path}/checkpoints", "--steps", "5")
+    *lines, last = ledger.read_text().splitlines(keepends=True)
+    record = json.loads(last)
+    half = {**record, "rank": 1, "samples": record["samples"][:3]}
+    ledger.write_text("".join(lines) + json.dumps(half, separators=(",", ":")) + "\n")
+
+    train(*job, "--checkpoint-dir", f"{tmp_path}/checkpoints", "--steps", "7")
+
+    found = audit(
+        read_ledger(ledger.read_text()).entries,
+        planned_steps(samples=50, global_batch=8, micro_batch=3, seed=0, steps=7),
+    )
+    assert found.is_right and found.repeated_steps == (), found
+    assert ledger.read_text().splitlines()[5] == json.dumps(
+        {**record, "samples": record["samples"][3:]}, separators=(",", ":")
+    )
 
 
 def test_under_a_launcher_its_ranks_share_the_ledger(tmp_path: Path) -> None:

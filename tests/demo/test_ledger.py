@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from elastic.demo.ledger import Entry, audit, planned_steps, read_ledger
+from elastic.demo.ledger import Entry, audit, planned_steps, read_ledger, unwritten
 
 PLAN = {1: ((0, 0), (0, 1)), 2: ((0, 2), (0, 3)), 3: ((1, 1), (1, 0))}  # two steps of epoch 0, one of epoch 1
 
@@ -100,3 +100,31 @@ def test_the_plan_uses_each_sample_once_per_epoch_and_a_smaller_batch_at_its_end
     assert [len(plan[step]) for step in (1, 2, 3, 4)] == [3, 3, 1, 3]
     assert sorted(plan[1] + plan[2] + plan[3]) == [(0, index) for index in range(7)]
     assert {epoch for epoch, _ in plan[4]} == {1}
+
+
+def test_a_plan_may_begin_at_any_step() -> None:
+    facts = {"samples": 7, "global_batch": 3, "micro_batch": 1, "seed": 5, "steps": 4}
+    whole = planned_steps(**facts)
+    assert planned_steps(**facts, first=3) == {step: whole[step] for step in (3, 4)}
+
+
+@pytest.mark.parametrize(
+    ("entries", "found"),
+    [
+        pytest.param(WHOLE, [], id="nothing is missing"),
+        pytest.param([*WHOLE[:3], *WHOLE[4:]], [entry(1, 2, 0, 1, 3)], id="rank 1 was killed"),
+        pytest.param([*WHOLE[:2], *WHOLE[3:]], [entry(1, 2, 0, 0, 2)], id="rank 0 was killed"),
+        pytest.param(
+            [*WHOLE[:3], entry(1, 3, 1, 1, 0)], [entry(1, 2, 0, 1, 3), entry(1, 3, 1, 0, 1)], id="in two rounds"
+        ),
+        pytest.param(
+            [*WHOLE[:4], entry(2, 2, 0, 0, 2), *WHOLE[4:]], [entry(2, 2, 0, 1, 3)], id="the last round of a step counts"
+        ),
+        pytest.param([*WHOLE[:2], *WHOLE[4:]], [], id="nobody wrote the step"),
+        pytest.param(WHOLE[::2], [], id="a file of one rank alone"),
+        pytest.param([], [], id="empty"),
+    ],
+)
+def test_what_a_killed_rank_put_into_a_step_that_was_kept_is_found(entries: list[Entry], found: list[Entry]) -> None:
+    assert list(unwritten(entries, PLAN)) == found
+    assert unwritten([*entries, *found], PLAN) == ()
