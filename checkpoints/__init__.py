@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .errors import CheckpointError as CheckpointError
     from .errors import CheckpointMismatchError as CheckpointMismatchError
     from .errors import FingerprintError as FingerprintError
+    from .errors import NoDriverError as NoDriverError
     from .errors import NoUsableCheckpointError as NoUsableCheckpointError
     from .errors import StaleRoundError as StaleRoundError
     from .errors import UnsupportedStateError as UnsupportedStateError
@@ -33,6 +34,7 @@ _HOMES = {
     "FingerprintError": "errors",
     "MemoryTier": "memory",
     "Nested": "tree",
+    "NoDriverError": "errors",
     "NoUsableCheckpointError": "errors",
     "Restored": "restore",
     "StaleRoundError": "errors",

@@ -7,6 +7,7 @@ CheckpointError
 +-- NoUsableCheckpointError    restore: there are checkpoints and none of them is good
 +-- StaleRoundError            a later round, or another incarnation's, was here already
 +-- CorruptCheckpointError     one checkpoint did not verify; a restore falls back and says so
++-- NoDriverError              nothing here can reach the kind of URL that was given
 +-- CoordinationError          a peer or the store did not answer in time
 """
 
@@ -47,6 +48,12 @@ class StaleRoundError(CheckpointError):
 
 class CorruptCheckpointError(CheckpointError):
     """A file of a checkpoint is missing, damaged or foreign."""
+
+
+class NoDriverError(CheckpointError):
+    """No file system of fsspec's is installed for the scheme of the URL; the message says what to install."""
+
+    retry_is_useless = True
 
 
 class CoordinationError(CheckpointError):

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from .errors import NoDriverError
+
 PAGE_BYTES = 4096
 CHUNK_BYTES = 16 << 20
 DIRECT_FROM_BYTES = 1 << 20  # below this O_DIRECT gains nothing
@@ -220,6 +222,8 @@ def open_storage(directory: str | os.PathLike[str]) -> tuple[Storage, str]:
     """The storage that reaches `directory`, and the directory as that storage names it.
 
     A plain path or a file:// URL is a file system; any other URL goes through fsspec.
+
+    Raises: NoDriverError: fsspec knows no such URL, or not without a package that is not installed.
     """
     text = os.fspath(directory)
     scheme, separator, rest = text.partition("://")
@@ -229,4 +233,7 @@ def open_storage(directory: str | os.PathLike[str]) -> tuple[Storage, str]:
         return LocalStorage(), str(Path(rest).absolute())
     from .object_storage import ObjectStorage
 
-    return ObjectStorage(text), text.rstrip("/")
+    try:
+        return ObjectStorage(text), text.rstrip("/")
+    except (ImportError, ValueError) as exc:
+        raise NoDriverError(f"{text}: {exc}") from exc

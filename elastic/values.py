@@ -84,6 +84,8 @@ def address(text: str) -> tuple[str, int]:
         raise ArgumentTypeError(f"{text!r} is not HOST:PORT with a port of 0 to 65535")
     if not colon:
         return "127.0.0.1", int(port)
+    if ":" in host and not host.startswith("["):
+        raise ArgumentTypeError(f"{text!r} has no valid host; an IPv6 address is written [::1]:PORT")
     return _host(text, host) or "0.0.0.0", int(port)
 
 

@@ -87,6 +87,7 @@ class Agent(ElasticAgent):
         self._is_ready = False  # to be let into a running job
         self._done = False
         self._join_again_at = 0.0
+        self._no_room_since: float | None = None  # for the store that a join needs
         self._finished: ExitCode | None = None
         self._error: ElasticError | None = None  # kept: a membership that has been left has none
         self._last_pass = self._reaped_at = time.monotonic()
@@ -305,17 +306,31 @@ class Agent(ElasticAgent):
             ]()
 
     def _join(self) -> None:
-        self._joining, self._done = True, False
-        self._join_again_at = time.monotonic() + _JOIN_AGAIN_SECONDS
+        """With a store for the round to come. Where this host has no room for one, training waits until it has."""
+        now, limit = time.monotonic(), self._config.join_timeout_seconds
+        self._join_again_at = now + _JOIN_AGAIN_SECONDS
+        try:
+            store_port = self._crew.open_store()
+        except OSError as exc:
+            if self._no_room_since is None:
+                self._no_room_since = now
+                logger.warning("the store for the next round cannot be opened: %s; trying again", exc)
+            if now - self._no_room_since > limit:
+                raise ElasticError(
+                    f"the store for the next round could not be opened for {limit:g} s (--join-timeout): {exc}; "
+                    "see ulimit -n and -u, free memory"
+                ) from exc
+            return
+        self._joining, self._done, self._no_room_since = True, False, None
         self._is_ready = self._crew.has_warm_standbys
-        self._membership.join(after=self._crew.round, store_port=self._crew.open_store(), ready=self._is_ready)
+        self._membership.join(after=self._crew.round, store_port=store_port, ready=self._is_ready)
 
     def _start(self, _now: float) -> None:
         view = self._membership.view()
         formed = view.round
         if formed is None:
             return
-        self._joining = False
+        self._joining, self._join_again_at = False, 0.0
         self._story.decided(formed)
         logger.info(
             "round %d: %s; starting ranks %s of %d",

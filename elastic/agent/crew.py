@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import signal
 import socket
@@ -39,6 +40,7 @@ _SETTLED_SECONDS = 10.0  # a script without a session that ran this long has got
 _SWEEP_SECONDS = 2.0
 _COLD_UP_SECONDS, _WARM_UP_SECONDS = 5.0, 2.0  # a script without a session has begun by then, we suppose
 _SILENT_LOOP_SECONDS = 60.0  # one with a session that does not report steps
+_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN})
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -129,6 +131,7 @@ class Crew:
 
         Raises:
             UsageError: --master-addr or --master-port cannot be had.
+            OSError: this host has no room for it now: no thread, no descriptor, no memory.
         """
         if self._next_store is not None:
             return self._next_address[1]
@@ -136,14 +139,17 @@ class Crew:
             self._store = None  # both would want the same port
         listener = _listen(self._host or self._config.master_addr or "", self._config.master_port or 0)
         self._next_address = listener.getsockname()[:2]
-        self._next_store = TCPStore(
-            self._next_address[0],
-            self._next_address[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=30),
-            master_listen_fd=listener.detach(),
-        )
+        try:
+            self._next_store = TCPStore(
+                self._next_address[0],
+                self._next_address[1],
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=30),
+                master_listen_fd=listener.detach(),
+            )
+        except RuntimeError as exc:  # which torch makes of every cause; the address is ours already
+            raise OSError(errno.EAGAIN, str(exc).partition("\n")[0]) from exc
         return self._next_address[1]
 
     def start(self, formed: Round, node_id: str) -> None:
@@ -232,7 +238,7 @@ class Crew:
         if self._wants_standbys and (is_newcomer or is_up):
             self.standbys.tend(self._births)
         if is_up and not self._config.master_port:
-            with contextlib.suppress(UsageError):  # said when it is needed
+            with contextlib.suppress(UsageError, OSError):  # said when it is needed
                 self.open_store()
         return self.standbys.pids != before
 
@@ -298,7 +304,10 @@ def worker_view(worker: Worker) -> WorkerView:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket for the store, on loopback unless an address was asked for; ::1 where there is no IPv4."""
+    """A listening socket for the store, on loopback unless an address was asked for; ::1 where there is no IPv4.
+
+    Raises: UsageError: nobody can listen there. OSError: not now.
+    """
     failures_seen = []
     for candidate in [host] if host else ["127.0.0.1", "::1"]:
         try:
@@ -312,6 +321,8 @@ def _listen(host: str, port: int) -> socket.socket:
                 listener.close()
                 raise
         except OSError as exc:
+            if exc.errno in _NO_ROOM:
+                raise
             failures_seen.append(f"{candidate}:{port}: {exc.strerror or exc}")
         else:
             return listener

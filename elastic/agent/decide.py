@@ -65,7 +65,7 @@ class Observation:
     closed: ExitCode | None = None  # the job has ended, for spares as well, and this is how
     error: ExitCode | None = None  # this node cannot go on: no nodes, no store
     expelled: bool = False  # the lease is lost, or the others went on without this node
-    may_join_again: bool = True  # the last join has had time to show
+    may_join_again: bool = True  # the last join has had time to show, or what it failed for has had time to pass
     fenced: bool = False  # the lease may have ended already: a seat seen now may be another's
     drain_wanted: bool = False  # the store does not answer: save while the lease lasts
     started_round: int = 0  # the round whose workers are below
@@ -210,7 +210,7 @@ def _without_workers(seen: Observation) -> tuple[Action, ...]:
         missed = seen.round_number > seen.started_round and seen.round_phase in (Phase.DRAINING, Phase.BROKEN)
         return (Action(act=Act.JOIN),) if (seen.expelled or missed) and seen.may_join_again else ()
     waits_for_peers = seen.done and seen.round_phase in (Phase.RUNNING, Phase.DRAINING) and not seen.expelled
-    return () if waits_for_peers else (Action(act=Act.JOIN),)
+    return () if waits_for_peers or not seen.may_join_again else (Action(act=Act.JOIN),)
 
 
 def _finish(code: ExitCode) -> tuple[Action, ...]:

@@ -26,10 +26,12 @@ _OOM_HINT = (
     "micro_batch_size"
 )
 
-# What a rank says when a peer has gone: the peer's own failure is the cause, this is its consequence.
+# What a rank says when a peer has gone: the peer's own failure is the cause, this is its consequence. What Python says
+# of a pipe or socket of the script's own begins with [Errno N].
 _COMMUNICATION_ERROR = re.compile(
     r"DistBackendError|DistNetworkError|DistStoreError|ncclRemoteError|ncclSystemError|NCCL error|NCCL communicator was"
-    r"|gloo[/\\].*|Connection (closed|reset) by (remote )?peer|connectFullMesh|Broken pipe|recvBytes|Socket Timeout"
+    r"|gloo[/\\].*|(?<!Errno 104\] )Connection (closed|reset) by (remote )?peer|connectFullMesh"
+    r"|(?<!Errno 32\] )Broken pipe|recvBytes|Socket Timeout"
     r"|Timed out waiting \d+ms for (send|recv) operation",
     re.IGNORECASE,
 )
@@ -91,7 +93,12 @@ def is_consequence(worker: Worker) -> bool:
     """Whether the worker only reports that a peer went away. A signal is never a consequence."""
     if worker.exit_code is None or worker.exit_code < 0:
         return False
-    return bool(_COMMUNICATION_ERROR.search(read_error_file(worker.plan.error_file)[0]))
+    return tells_of_a_peer(read_error_file(worker.plan.error_file)[0])
+
+
+def tells_of_a_peer(message: str) -> bool:
+    """Whether an exception says that a peer has gone."""
+    return bool(_COMMUNICATION_ERROR.search(message))
 
 
 def first_failure(failed: Sequence[Worker]) -> Worker | None:

@@ -50,34 +50,37 @@ class Instance:
             ) from exc
         self._job_lock: int | None = None
 
-    def lock_job(self, checkpoint_dir: str) -> int:
+    def lock_job(self, checkpoint_dir: str, *, shared: bool) -> int:
         """Hold the checkpoint directory for this job alone; the descriptor is for the warden to inherit.
 
+        `shared`: this is one of several agents of a job, among which etcd keeps order.
         An agent that was just killed may still have a warden at work on its workers, so wait for a while.
 
         Raises: UsageError when another live agent has the directory.
         """
         self._job_lock = descriptor = _open_job_lock(checkpoint_dir, self._runtime)
         deadline = time.monotonic() + _LOCK_WAIT_SECONDS
-        while not _try_lock(descriptor):
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+        while not _try_lock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
             if _is_running(holder) or time.monotonic() >= deadline:
                 os.close(descriptor)
                 self._job_lock = None
+                who = f"the agent with pid {holder}" if holder else "agents of a job with --rdzv-endpoint"
                 raise UsageError(
-                    f"--checkpoint-dir {checkpoint_dir} is in use by the agent with pid {holder}: "
+                    f"--checkpoint-dir {checkpoint_dir} is in use by {who}: "
                     "drain that one first (`elasticd drain`), or give this job a directory of its own"
                 )
             time.sleep(0.05)  # the holder is dead and its warden is cleaning up
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        if not shared:
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         return descriptor
 
     def close(self) -> None:
         remove_tree(self.folder)
         os.close(self._lock)
         if self._job_lock is not None:
-            os.ftruncate(self._job_lock, 0)
+            os.ftruncate(self._job_lock, 0)  # no pid that is ours; agents that share it write none
             os.close(self._job_lock)
             self._job_lock = None
 
@@ -85,12 +88,19 @@ class Instance:
 def _open_job_lock(checkpoint_dir: str, runtime: Path) -> int:
     """In the directory itself, so that it holds whatever path, user or runtime directory leads there.
 
-    Where that cannot be (a URL, a read-only file system) it lies in the runtime directory, under the path's name.
+    Where that cannot be (a URL, a read-only file system, Lustre without `flock`) it lies in the runtime directory,
+    under the path's name.
     """
     if "://" not in checkpoint_dir:
         try:
             Path(checkpoint_dir).mkdir(mode=0o750, parents=True, exist_ok=True)
-            return _open_lock(Path(checkpoint_dir) / ".lock", os.O_CREAT)
+            descriptor = _open_lock(Path(checkpoint_dir) / ".lock", os.O_CREAT)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # nothing, but where locks are unknown
+            except OSError:
+                os.close(descriptor)
+                raise
+            return descriptor
         except OSError as exc:
             logger.warning("--checkpoint-dir %s cannot hold a lock: %s", checkpoint_dir, exc.strerror or exc)
     name = hashlib.sha256(os.path.realpath(checkpoint_dir).encode()).hexdigest()[:16]
@@ -109,9 +119,9 @@ def _open_lock(path: Path, create: int = 0) -> int:
     return os.open(path, os.O_RDWR | create | os.O_CLOEXEC, 0o600)
 
 
-def _try_lock(descriptor: int) -> bool:
+def _try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

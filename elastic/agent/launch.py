@@ -28,7 +28,7 @@ from elastic.agent.profiles import Profiles
 from elastic.agent.stop_timeout import own_unit, warn_if_short
 from elastic.agent.systemd import Life, Notifier
 from elastic.config import JobConfig
-from elastic.errors import ExitCode
+from elastic.errors import ExitCode, UsageError
 from elastic.metrics.access import Access, exposure, load_access
 from elastic.metrics.catalogue import Samples
 from elastic.metrics.exposition import Exposition
@@ -36,6 +36,7 @@ from elastic.metrics.gpu import Gpus
 from elastic.metrics.host import folder_bytes
 from elastic.metrics.server import StatusServer, bind_tcp
 from elastic.metrics.site import Site
+from elastic.own_checkpoints import own_checkpoints
 from elastic.rendezvous.handler import MembershipHandler
 from elastic.runtime import runtime_dir, socket_path
 
@@ -54,7 +55,7 @@ def run_job(config: JobConfig) -> int:
         stack.enter_context(log_thread())
         instance = stack.enter_context(_instance())
         memory_dir = stack.enter_context(memory)
-        keep_open = _lock_alone(config, instance)
+        keep_open = _lock_checkpoints(config, instance)
         nonce, life = instance.nonce, Life(instance.folder.parent, supervised=notifier.is_listened_to)
         note_membership(instance.folder, config)
         if notifier.is_listened_to:
@@ -120,11 +121,19 @@ def _add_shared(folders: list[Path], samples: Samples) -> None:
     samples.add("memory_shared_bytes", folder_bytes(folders))
 
 
-def _lock_alone(config: JobConfig, instance: Instance) -> tuple[int, ...]:
-    """A job on one node has its checkpoints to itself; on many they may be shared, and etcd keeps jobs apart."""
-    if config.checkpoint_dir is None or config.rdzv_backend != "standalone":
+def _lock_checkpoints(config: JobConfig, instance: Instance) -> tuple[int, ...]:
+    """A job on one node has its checkpoints to itself; on many, its agents may share them.
+
+    Raises: UsageError: another job has them, or nothing here can reach them.
+    """
+    if config.checkpoint_dir is None:
         return ()
-    return (instance.lock_job(config.checkpoint_dir),)
+    if "://" in config.checkpoint_dir:
+        try:
+            own_checkpoints("storage").open_storage(config.checkpoint_dir)
+        except own_checkpoints("errors").NoDriverError as exc:
+            raise UsageError(f"--checkpoint-dir cannot be reached from here: {exc}") from exc
+    return (instance.lock_job(config.checkpoint_dir, shared=config.rdzv_backend != "standalone"),)
 
 
 @contextlib.contextmanager

@@ -63,9 +63,7 @@ def _add_comparison(made: Table, outcome: NodesOutcome) -> None:
     apart = "-" if outcome.difference is None else f"{outcome.difference:.1e}"
     made.add_row("  largest relative difference of a tensor", apart)
     made.add_row(f"parameters equal to rounding (at most {TOLERANCE:.0e})", _yes(outcome.parameters_close))
-    made.add_row(
-        "  bit by bit (not asked for: sums in another order)", "yes" if outcome.digest_equal else "no"
-    )
+    made.add_row("  bit by bit (not asked for: sums in another order)", "yes" if outcome.digest_equal else "no")
 
 
 def _yes(is_right: bool) -> Text:

@@ -156,5 +156,6 @@ class Endpoints:
             link.close()
             raise NotAppliedError(
                 f"{link.name} belongs to another cluster ({link.cluster_id:x}) than the one used so far "
-                f"({self._cluster_id:x}); check --rdzv-endpoint"
+                f"({self._cluster_id:x}); check --rdzv-endpoint; if this etcd was restored from a snapshot, start the "
+                "agents again"
             )

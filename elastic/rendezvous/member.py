@@ -208,8 +208,10 @@ class Member:
             return state.error
         away = self._away_seconds(state, now)
         if away > limit:
+            trouble = self._participant.trouble
             return StoreGoneError(
-                f"etcd has not answered for {away:.0f} s (--join-timeout {limit:g}): check its servers, --rdzv-endpoint"
+                f"etcd has not answered for {away:.0f} s (--join-timeout {limit:g}{trouble and ': '}{trouble}): "
+                "check its servers, --rdzv-endpoint"
             )
         if state.short_since is not None and now - state.short_since > limit:
             there = state.news.short if state.news is not None and state.news.short else "fewer than MIN nodes"

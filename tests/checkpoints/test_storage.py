@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import mmap
 import os
 import uuid
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from checkpoints import catalog
+from checkpoints.errors import NoDriverError
 from checkpoints.manager import CheckpointManager
 from checkpoints.manifest import Hasher, checksum
 from checkpoints.storage import LocalStorage, Storage, open_storage
@@ -23,6 +25,16 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Storage, str]
     if request.param == "local":
         return open_storage(tmp_path / "base")
     return open_storage(f"memory://{uuid.uuid4()}")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"), [("nosuch://bucket/x", "Protocol not known: nosuch"), ("s3://bucket/x", "s3fs")]
+)
+def test_a_url_that_nothing_here_can_reach_is_refused_by_name(url: str, words: str) -> None:
+    if url.startswith("s3") and importlib.util.find_spec("s3fs"):
+        pytest.skip("s3fs is installed")
+    with pytest.raises(NoDriverError, match=f"{url}: .*{words}"):
+        open_storage(url)
 
 
 def aligned(size: int) -> memoryview:

@@ -113,7 +113,7 @@ def test_the_table_has_every_number() -> None:
     [
         (("--workers", "0"), "--workers 0: give 1 to 16"),
         (("--steps", "5"), "--steps 5: give at least 20"),
-        (("--save-every", "100"), "--save-every 100: give 2 to 40"),
+        (("--save-every", "100"), "--save-every 100: give 2 to 25"),
         (("--data", "/no/such/file"), "/no/such/file: No such file"),
         (("--tsep", "5"), "unrecognized arguments: --tsep"),
     ],

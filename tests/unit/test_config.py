@@ -343,6 +343,8 @@ WRONG: list[tuple[list[str], str]] = [
     (["--http-cert", "file", "train.py"], "--http-cert=file needs --http-key"),
     (["--http-key", "file", "train.py"], "--http-key=file needs --http-cert"),
     (["--http-token-file", "none", "train.py"], "--http-token-file=none does not exist"),
+    (["--http", "::1", "train.py"], "'::1' has no valid host; an IPv6 address is written .::1.:PORT"),
+    (["--http", "::1:80", "train.py"], "'::1:80' has no valid host"),
     (["--http", "h:70000", "train.py"], "'h:70000' is not HOST:PORT"),
     (["--http", "a b:1", "train.py"], "no valid host"),
     (["--usr1", "kill", "train.py"], "--usr1: invalid choice: 'kill'"),

@@ -45,6 +45,7 @@ STOPPED = (-15, {"stopped_by_us": True})
     [
         # before the first round
         ({"round_number": 0, "started_round": 0}, ["JOIN"]),
+        ({"round_number": 0, "started_round": 0, "may_join_again": False}, []),  # no room for a store yet
         ({"round_number": 0, "started_round": 0, "joining": True}, []),
         ({"started_round": 0, "joining": True}, ["START"]),
         ({"started_round": 0, "joining": True, "expelled": True, "round_number": 0}, ["JOIN"]),

@@ -52,6 +52,21 @@ def test_an_error_says_what_to_look_at(message: str, words: str) -> None:
     assert "\n" not in hint
 
 
+@pytest.mark.parametrize(
+    ("message", "is_one"),
+    [
+        ("BrokenPipeError: [Errno 32] Broken pipe", False),
+        ("ConnectionResetError: [Errno 104] Connection reset by peer", False),
+        ("RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:41", True),
+        ("RuntimeError: writev [127.0.0.1]:4711: Broken pipe", True),
+        ("torch.distributed.DistNetworkError: failed to recv, got 0 bytes", True),
+        ("ValueError: bad item", False),
+    ],
+)
+def test_what_a_peers_end_made_of_a_rank_is_told_from_what_its_own_pipes_did(message: str, is_one: bool) -> None:
+    assert failure.tells_of_a_peer(message) == is_one
+
+
 TRACE = """ValueError: bad item
 Traceback (most recent call last):
   File "/job/train.py", line 80, in <module>
