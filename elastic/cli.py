@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import io
 import os
 import sys
 import threading
@@ -34,6 +35,8 @@ commands:
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit code. Every foreseen error is one line on stderr."""
     _open_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold any bytes, a terminal not show each letter
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(arguments)
@@ -49,6 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit:  # the help was shown, or a flag is wrong
         _is_read()
         raise
+
+
+def _check_current_directory() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError as exc:
+        raise UsageError("the current directory has been removed; cd to one that exists") from exc
 
 
 def _is_read() -> bool:
@@ -75,6 +85,8 @@ def _open_closed_streams() -> None:
 def _dispatch(arguments: list[str]) -> int:
     """`run`, `demo` and `doctor` have command lines of their own, the rest share one parser."""
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if command in ("run", "demo", "doctor"):
+        _check_current_directory()
     if command == "run":
         return _run(rest)
     if command == "demo":

@@ -25,6 +25,7 @@ from elastic.agent import guard as guards
 from elastic.agent.crew import Crew
 from elastic.agent.decide import Act, Action, Asked, Observation, decide
 from elastic.agent.hang_watch import HangWatch
+from elastic.agent.joining import Joining
 from elastic.agent.mailbox import Mailbox, Readable, Request, SignalReceived
 from elastic.agent.measuring import Measuring
 from elastic.agent.story import Story
@@ -49,7 +50,6 @@ _PASSES_PER_WATCHDOG = 4
 _ACTS_PER_PASS = 8
 _STACKS_SECONDS = 0.2
 _REAP_SECONDS = 5.0  # a script may leave any number of orphans behind while it runs
-_JOIN_AGAIN_SECONDS = 0.5  # for an expelled node's join to show in the view
 _OUTCOMES: dict[ExitCode, JobOutcome] = {
     ExitCode.SUCCEEDED: "succeeded",
     ExitCode.DRAINED: "drained",
@@ -83,11 +83,8 @@ class Agent(ElasticAgent):
         self._story = Story(crew)
         self._hangs = HangWatch(crew, config)
         self._asked = Asked.NOTHING
-        self._joining = False
-        self._is_ready = False  # to be let into a running job
+        self._joining = Joining(crew=crew, membership=membership, patience_seconds=config.join_timeout_seconds)
         self._done = False
-        self._join_again_at = 0.0
-        self._no_room_since: float | None = None  # for the store that a join needs
         self._finished: ExitCode | None = None
         self._error: ElasticError | None = None  # kept: a membership that has been left has none
         self._last_pass = self._reaped_at = time.monotonic()
@@ -173,7 +170,8 @@ class Agent(ElasticAgent):
         else:
             self._mailbox.wake()
         self._story.look_for_progress()
-        self._prepare()
+        if self._joining.prepare():
+            self._cover()
         if now >= self._reaped_at + _REAP_SECONDS:
             self._reap()
         for event in events:
@@ -265,7 +263,7 @@ class Agent(ElasticAgent):
             closed=closed_with(view),
             error=None if view.error is None else view.error.exit_code,
             expelled=view.is_expelled,
-            may_join_again=now >= self._join_again_at,
+            may_join_again=self._joining.may_begin(now),
             fenced=self._membership.fence(now) <= now,
             drain_wanted=view.drain_wanted,
             started_round=crew.round,
@@ -280,7 +278,7 @@ class Agent(ElasticAgent):
             killed=done.killed,
             done=self._done,
             frozen=done.frozen,
-            joining=self._joining,
+            joining=self._joining.is_under_way,
             steps_lost=crew.applied_step > crew.disk_step,
         )
 
@@ -306,31 +304,15 @@ class Agent(ElasticAgent):
             ]()
 
     def _join(self) -> None:
-        """With a store for the round to come. Where this host has no room for one, training waits until it has."""
-        now, limit = time.monotonic(), self._config.join_timeout_seconds
-        self._join_again_at = now + _JOIN_AGAIN_SECONDS
-        try:
-            store_port = self._crew.open_store()
-        except OSError as exc:
-            if self._no_room_since is None:
-                self._no_room_since = now
-                logger.warning("the store for the next round cannot be opened: %s; trying again", exc)
-            if now - self._no_room_since > limit:
-                raise ElasticError(
-                    f"the store for the next round could not be opened for {limit:g} s (--join-timeout): {exc}; "
-                    "see ulimit -n and -u, free memory"
-                ) from exc
-            return
-        self._joining, self._done, self._no_room_since = True, False, None
-        self._is_ready = self._crew.has_warm_standbys
-        self._membership.join(after=self._crew.round, store_port=store_port, ready=self._is_ready)
+        self._done = False
+        self._joining.begin()
 
     def _start(self, _now: float) -> None:
         view = self._membership.view()
         formed = view.round
         if formed is None:
             return
-        self._joining, self._join_again_at = False, 0.0
+        self._joining.ended()
         self._story.decided(formed)
         logger.info(
             "round %d: %s; starting ranks %s of %d",
@@ -347,16 +329,6 @@ class Agent(ElasticAgent):
             self._crew.kill()
         self._cover()
         fill_group(self._group, formed, view, self._crew)
-
-    def _prepare(self) -> None:
-        """For the next round. A newcomer to a running job is ready, and let in, when its standbys are warm."""
-        view = self._membership.view()
-        is_newcomer = self._joining and view.round is not None and view.node_rank is None
-        if self._crew.prepare(is_newcomer=is_newcomer):
-            self._cover()
-        if self._joining and not self._is_ready and self._crew.has_warm_standbys:
-            self._is_ready = True
-            self._membership.ready()
 
     def _cover(self) -> None:
         """Tell the warden which process groups are ours now."""
@@ -420,7 +392,7 @@ class Agent(ElasticAgent):
                 workers=crew.workers.all,
                 standbys=crew.standbys.warm_ranks,
                 draining=crew.done.drain_until is not None,
-                joining=self._joining,
+                joining=self._joining.is_under_way,
                 finished=finished,
                 disk_step=crew.disk_step,
                 memory_step=crew.memory_step,

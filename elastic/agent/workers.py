@@ -273,9 +273,12 @@ def adopt_orphans() -> None:
 
 def reap_orphans(known: frozenset[int]) -> None:
     """Take the exit codes of adopted children that have ended; `known` ones have somebody who waits for them."""
-    for children in Path("/proc/self/task").glob("*/children"):
+    threads: list[str] = []
+    with contextlib.suppress(OSError):  # no descriptor is left: there is another time
+        threads = os.listdir("/proc/self/task")  # noqa: PTH208
+    for thread in threads:
         with contextlib.suppress(OSError):  # that thread has ended
-            for pid in children.read_text().split():
+            for pid in Path(f"/proc/self/task/{thread}/children").read_text().split():
                 if int(pid) not in known:
                     with contextlib.suppress(ChildProcessError):
                         os.waitpid(int(pid), os.WNOHANG)

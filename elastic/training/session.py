@@ -37,24 +37,23 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from elastic.errors import ElasticError
 from elastic.progress import Outcome, Phase, ProgressWriter
 from elastic.training.agreement import Agreement, AgreementChannel, PendingAgreement
-from elastic.training.environment import Every, WorkerEnvironment, read_environment
+from elastic.training.environment import WorkerEnvironment, read_environment
 from elastic.training.phase_clock import DeviceSeconds, PhaseClock
+from elastic.training.placement import Placement
 from elastic.training.profiling import Profiling
+from elastic.training.stop_signal import StopSignal
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ class CommitResultLike(SealedLike, Protocol):
     def write_seconds(self) -> float: ...
 
 
-class Session:
+class Session(Placement):
     """One worker's view of its round. Any thread may call `report` and `count`; the rest is for the training thread."""
 
     def __init__(
@@ -93,13 +92,13 @@ class Session:
         timeout_seconds: float = 1800.0,
         progress: ProgressWriter | None = None,
     ) -> None:
-        self._environment = environment
+        super().__init__(environment, under_agent=progress is not None or bool(environment.progress_path))
         self._progress = progress
         if progress is None and environment.progress_path:
             self._progress = ProgressWriter(Path(environment.progress_path))
         self._channel = AgreementChannel(world_size=environment.world_size, timeout_seconds=timeout_seconds)
         self._saves_seen = self._progress.saves_requested if self._progress else 0
-        self._stop_signalled = False
+        self._stop_signal = StopSignal()
         self._fatal: BaseException | None = None
         self._has_restored = False
         self._saved_at = time.monotonic()
@@ -120,94 +119,6 @@ class Session:
             started_at=time.monotonic(),
         )
 
-    @property
-    def rank(self) -> int:
-        return self._environment.rank
-
-    @property
-    def local_rank(self) -> int:
-        return self._environment.local_rank
-
-    @property
-    def world_size(self) -> int:
-        return self._environment.world_size
-
-    @property
-    def round(self) -> int:
-        """Number of the round; 1 when alone. Under plain torchrun it counts the restarts of one torchrun."""
-        return self._environment.round
-
-    @property
-    def run_id(self) -> str:
-        return self._environment.run_id
-
-    @property
-    def incarnation(self) -> str:
-        return self._environment.incarnation
-
-    @property
-    def node_id(self) -> str:
-        return self._environment.node_id
-
-    @property
-    def checkpoint_dir(self) -> str | None:
-        return self._environment.checkpoint_dir
-
-    @property
-    def checkpoint_every(self) -> Every | None:
-        return self._environment.checkpoint_every
-
-    @property
-    def memory_dir(self) -> str | None:
-        """The agent's folder in shared memory, for a `checkpoints.MemoryTier`; None where there is none."""
-        return self._environment.memory_dir
-
-    @property
-    def memory_every(self) -> int | None:
-        """Steps between two checkpoints in memory, as --memory-every says."""
-        return self._environment.memory_every
-
-    @property
-    def memory_rank(self) -> int:
-        """This worker among the `local_world_size` that share `memory_dir`."""
-        return self._environment.memory_rank
-
-    @property
-    def local_world_size(self) -> int:
-        return self._environment.local_world_size
-
-    @property
-    def allow_fresh_start(self) -> bool:
-        """The operator lets training begin at step 0 although there are checkpoints and none is good."""
-        return self._environment.allow_fresh_start
-
-    @property
-    def under_agent(self) -> bool:
-        """True when an agent of elasticd reads this worker's progress."""
-        return self._progress is not None
-
-    def store(self, *, timeout_seconds: float = 300.0) -> Store | None:
-        """A client of its own to the round's store, under a prefix of ours; None for a world of one without an agent.
-
-        Each caller gets another connection: one client is one lock, and a thread that waits would block the others.
-        """
-        environment = self._environment
-        prefix = f"elasticd/{environment.incarnation}/{environment.round}"
-        if environment.store_host and environment.store_port and (self.world_size > 1 or self.under_agent):
-            timeout = timedelta(seconds=timeout_seconds)
-            client: Store = TCPStore(
-                environment.store_host,
-                environment.store_port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timeout,
-            )
-            return PrefixStore(prefix, client)
-        if self.world_size > 1 and dist.is_initialized():
-            default: Any = dist.distributed_c10d._get_default_store()
-            return PrefixStore(prefix, default.clone())
-        return None
-
     def enter_loop(self, *, step: int, base_step: int) -> None:
         """From now on a drain is a request seen by `agree`, not a kill. `base_step` is the step that was restored.
 
@@ -220,35 +131,12 @@ class Session:
                 f"{self.checkpoint_dir or 'its directory'} mounted on this node? --allow-fresh-start begins at step 0"
             )
         if not self._environment.elastic or self.under_agent:
-            self._take_signals()
+            self._stop_signal.take(under_agent=self.under_agent)
         if not self._has_restored:  # or has not said so: it is part of the start then
             self._note_restore("began")
             self._note_restore("ended")
         self._update(in_loop=1, step=step, base_step=base_step)
         self._clock.take()  # what came before belongs to no step
-
-    def _take_signals(self) -> None:
-        """SIGTERM means save and leave; a second one kills. From now on: an agent kills who is in the loop by SIGKILL.
-
-        Alone there is nobody else to ask (SLURM, a container's stop). Under our agent, which takes signals itself,
-        `systemctl kill` and SLURM send them to every process of the job, and the default would be death.
-        """
-
-        owner = os.getpid()
-
-        def stop(number: int, frame: object) -> None:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if os.getpid() == owner:
-                self._stop_signalled = True
-            else:  # a process that the program has forked meanwhile
-                os.kill(os.getpid(), number)
-
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, stop)
-        if self.under_agent and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def begin_agree(
         self,
@@ -269,7 +157,7 @@ class Session:
             stop = stop or self._progress.drain_requested
             save = save or self._progress.saves_requested != self._saves_seen
             profile = self._profiling is not None and self._profiling.is_wanted
-        flags = (stop or self._stop_signalled, save, busy, error, profile)
+        flags = (stop or self._stop_signal.came, save, busy, error, profile)
         return self._channel.begin(flags, sums, self._after_agreement, self._waits)
 
     def _waits(self, begins: bool) -> None:

@@ -8,6 +8,7 @@ also tells the agent where it is, so that the incident has all its phases.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -26,23 +27,25 @@ SAVE_EVERY = 10
 def main() -> None:
     folder, megabytes = Path(sys.argv[1]), float(sys.argv[2])
     session: Any = None
+    restoring: Any = contextlib.nullcontext()
     if "session" in sys.argv:
         import elastic
+        from elastic.progress import Phase
 
         session = elastic.session()
+        restoring = session.phase(Phase.RESTORE)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
     width = int((megabytes * 1e6 / 4) ** 0.5)
     network = torch.nn.Linear(width, width)
     saved = folder / "state.pt"
     first = 0
-    began = time.monotonic()
-    if saved.exists():
-        state = torch.load(saved, mmap=True)
-        network.load_state_dict(state["model"])
-        first = state["step"]
+    with restoring:
+        if saved.exists():
+            state = torch.load(saved, mmap=True)
+            network.load_state_dict(state["model"])
+            first = state["step"]
     if session:
-        session.note(restore_began_at=began, restore_ended_at=time.monotonic())
         session.enter_loop(step=first, base_step=first)
     model = DistributedDataParallel(network, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)

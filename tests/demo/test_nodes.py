@@ -108,7 +108,7 @@ def test_the_table_has_world_sizes_costs_and_what_is_equal() -> None:
         *("signal to first step with 2 ranks 0.50 s", "pause between two steps 0.25 s", "steps done again 2"),
         *("samples used 640", "samples lost 0", "samples doubled 0"),
         "samples of every step: those of a run in peace, 3 ranks yes",
-        "relative difference of the tensor that differs most 2.0e-06",
+        "largest relative difference of a tensor 2.0e-06",
         "parameters equal to rounding (at most 1e-04) yes",
         "bit by bit (not asked for: sums in another order) no",
     ):

@@ -177,7 +177,7 @@ def _stop_on_rank_zero(session: Session, task: SentenceTask, stop_after: int) ->
     def on_step(step: AppliedStep) -> None:
         before(step)
         if session.rank == 0 and step.step == stop_after:
-            session._stop_signalled = True
+            session._stop_signal.came = True
 
     task.on_step = on_step  # type: ignore[method-assign]
 

@@ -302,6 +302,35 @@ def test_an_empty_directory_has_no_checkpoints(elasticd: Any) -> None:
     assert elasticd("checkpoints", "verify", ".").returncode == 0
 
 
+def test_a_directory_whose_name_is_no_text_is_listed(
+    elasticd: Any, environ: dict[str, str], checkpoint_dir: Path, tmp_path: Path
+) -> None:
+    environ["PYTHONIOENCODING"] = "utf-8"  # as on a terminal of today: what is no UTF-8 cannot be written
+    strange = tmp_path / os.fsdecode(b"caf\xe9")
+    checkpoint_dir.rename(strange)
+    done = elasticd("checkpoints", "list", str(strange))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "committed" in done.stdout
+    (strange / "step-000000000009").mkdir(exist_ok=True)
+    assert elasticd("checkpoints", "list", "--json", str(strange)).returncode == 0
+    assert elasticd("checkpoints", "list", str(strange / "no")).returncode == 2
+
+
+def test_a_url_that_nothing_can_reach_is_one_line(elasticd: Any) -> None:
+    done = elasticd("checkpoints", "list", "nosuch://bucket/x")
+    assert_one_line(done, 1, "nosuch://bucket/x: Protocol not known: nosuch")
+
+
+def test_a_current_directory_that_was_removed_is_one_line(environ: dict[str, str], tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = f"import os; os.rmdir({str(gone)!r}); from elastic.cli import main; raise SystemExit(main(['run', 'x.py']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, cwd=gone, capture_output=True, text=True, timeout=60
+    )
+    assert_one_line(done, 2, "the current directory has been removed; cd to one that exists")
+
+
 def test_a_checkpoints_module_in_the_working_directory_does_not_shadow_ours(
     environ: dict[str, str], tmp_path: Path
 ) -> None:
