@@ -7,6 +7,7 @@ memory in `slot.py`.
 from __future__ import annotations
 
 import abc
+import contextlib
 import ctypes
 import mmap
 import threading
@@ -96,7 +97,8 @@ class StagingBuffer(Buffer):
 
     def _open(self, size_bytes: int) -> mmap.mmap:
         memory = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
         if not prefault(memory):
             torch.frombuffer(memory, dtype=torch.uint8).zero_()
         return memory

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable
 
 from elastic.agent.mailbox import Mailbox
 from elastic.agent.warden import Warden, boottime
+from elastic.pidfd import end_of_child
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +29,14 @@ class Guard:
         self._deadline = math.inf  # CLOCK_BOOTTIME, like the next
         self._fed_at = boottime()
         self._warden: Warden | None = None
+        self._end = -1  # readable when the warden has ended
 
     def start(self) -> None:
         self._warden = Warden(self._nonce, keep_open=self._keep_open)
         self._warden.groups(self._groups)
         self._deadline = math.inf
-        self._mailbox.watch(self._warden.pidfd, KEY)
+        self._end = end_of_child(self._warden.pid)
+        self._mailbox.watch(self._end, KEY)
 
     def replace(self) -> None:
         """The warden has ended, though nobody told it to."""
@@ -98,6 +102,7 @@ class Guard:
     def close(self) -> None:
         """Everything is stopped."""
         if self._warden is not None:
-            self._mailbox.unwatch(self._warden.pidfd)
+            self._mailbox.unwatch(self._end)
             self._warden.close()
+            os.close(self._end)
             self._warden = None

@@ -41,7 +41,6 @@ class Warden:
             start_new_session=True,  # a signal to the agent's terminal or group must not reach it
             bufsize=0,
         )
-        self.pidfd = os.pidfd_open(self._process.pid)
         if self._process.stdin:
             os.set_blocking(self._process.stdin.fileno(), False)
 
@@ -73,10 +72,9 @@ class Warden:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        os.close(self.pidfd)
 
     def kill(self) -> None:
-        """For one that is stopped or stuck: its pidfd tells when it is gone."""
+        """For one that is stopped or stuck: its end is seen like any other."""
         self._process.kill()
 
     def _send(self, line: str) -> None:
@@ -86,7 +84,7 @@ class Warden:
             try:
                 if self._process.stdin.write(data) != len(data):
                     raise BlockingIOError("the warden does not read")
-            except BrokenPipeError:  # it died; the agent's loop sees its pidfd and starts another
+            except BrokenPipeError:  # it died; the agent's loop sees its end and starts another
                 return
 
 

@@ -1,4 +1,4 @@
-"""The local workers of one round: start them, watch them by pidfd, stop them with all that they started."""
+"""The local workers of one round: start them, watch them, stop them with all that they started."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from signal import SIGCONT, SIGHUP, SIGKILL, SIGQUIT, Signals
 from elastic import profile_order, progress
 from elastic.agent.child import Birth, Child
 from elastic.agent.mailbox import Mailbox, Readable
+from elastic.pidfd import end_of_child
 from elastic.profile_order import ProfileOrder
 from elastic.runtime import closed_to_others
 from elastic.timings import NO_TIMINGS, Timings
@@ -72,7 +73,7 @@ class Worker:
             raise
         self.pid = self.process.pid
         try:
-            self.pidfd = os.pidfd_open(self.pid)
+            self.end = end_of_child(self.pid)
         except OSError:
             self.process.kill()
             self.process.wait()
@@ -139,7 +140,7 @@ class Worker:
         return signal_name(-code) if code < 0 else f"exit code {code}"
 
     def reap(self) -> None:
-        """Take the exit code; called when the pidfd is readable.
+        """Take the exit code; called when `end` is readable.
 
         What is left of its process group (loader children) goes first: until it is reaped, nobody else can get its pid.
         """
@@ -187,7 +188,7 @@ class Worker:
     def close(self) -> None:
         """The process is gone: keep its last report, give the rest back."""
         _ = self.progress
-        os.close(self.pidfd)
+        os.close(self.end)
         if self._reader:
             self._reader.close()
         self._reader = None
@@ -216,7 +217,7 @@ class Workers:
             block = blocks / f"progress-{plan.rank}-{plan.local_rank}"
             worker = Worker(plan, births[plan.local_rank], block, take)
             self.all.append(worker)
-            self._mailbox.watch(worker.pidfd, worker)
+            self._mailbox.watch(worker.end, worker)
 
     @property
     def alive(self) -> list[Worker]:
@@ -228,7 +229,7 @@ class Workers:
         for worker in ended:
             worker.reap()
             if not worker.is_alive:
-                self._mailbox.unwatch(worker.pidfd)
+                self._mailbox.unwatch(worker.end)
         return [worker for worker in ended if not worker.is_alive]
 
     def signal(self, number: Signals) -> None:

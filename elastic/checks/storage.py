@@ -135,7 +135,7 @@ def _unnamed(place: Path) -> int:
     """A file without a name, where the file system can (NFS and some overlays cannot); else one unlinked at once."""
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
-        return os.open(place, flags | os.O_TMPFILE, 0o600)
+        return os.open(place, flags | getattr(os, "O_TMPFILE", 0), 0o600)  # without it: a directory cannot be written
     except OSError:
         path = place / f".doctor-{os.getpid()}-{secrets.token_hex(4)}"
         descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)

@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 
 from elastic import runtime
 from elastic.errors import ElasticError
+from elastic.pidfd import open_pidfd, send_signal
 from elastic.status import JobStatus
 
 logger = logging.getLogger(__name__)
@@ -47,14 +48,19 @@ def drain(agent: FoundAgent) -> None:
     """
     try:
         with runtime.connect(agent.socket, _ASK_SECONDS) as connection:
-            handle = os.pidfd_open(_listener_pid(connection))
+            pid = _listener_pid(connection)
+            pidfd = open_pidfd(pid)
             try:
                 # The connection still stands, so the pid was its listener's when the descriptor was made.
                 if _get_status(connection) is None:
                     raise ElasticError(f"process {agent.pid} does not answer as an elasticd agent; not signalled")
-                signal.pidfd_send_signal(handle, signal.SIGTERM)
+                if pidfd is None:  # the next best: it answered just now
+                    os.kill(pid, signal.SIGTERM)
+                else:
+                    send_signal(pidfd, signal.SIGTERM)
             finally:
-                os.close(handle)
+                if pidfd is not None:
+                    os.close(pidfd)
     except (ConnectionError, FileNotFoundError, ProcessLookupError) as exc:
         raise ElasticError(f"agent {agent.pid} is gone") from exc
     except OSError as exc:

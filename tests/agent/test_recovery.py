@@ -110,6 +110,26 @@ def test_a_killed_warden_is_replaced(tmp_path: Path) -> None:
         wait_for(lambda: not job.processes(), seconds=10.0)
 
 
+def test_a_kernel_without_pidfds_makes_no_difference(tmp_path: Path) -> None:
+    old_kernel = {"PYTHONPATH": str(Path(__file__).parents[1] / "support" / "old_kernel")}
+    with running(tmp_path, *QUICK, TRAINER, "100000", "0.02", "state", environ=old_kernel) as job:
+        pid = job.wait_step(3)["workers"][1]["pid"]
+        (warden,) = wardens(job.process.pid)
+        os.kill(warden, signal.SIGKILL)
+        wait_for(lambda: wardens(job.process.pid) not in ([], [warden]), what="another warden")
+        os.kill(pid, signal.SIGKILL)
+        status = job.wait_status(lambda s: s["round"] == 2 and s["state"] == "running")
+        assert status["last_failure"]["signal"] == "SIGKILL"
+        done = subprocess.run(
+            [sys.executable, "-m", "elastic", "drain"],
+            env={**job.environ, **old_kernel},
+            capture_output=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        assert job.wait() == 143, job.output
+
+
 def test_a_removed_runtime_folder_is_made_again(tmp_path: Path) -> None:
     """A logout removes /run/user, a cleaner what is old in /tmp."""
     with running(tmp_path, *QUICK, "--log-dir", "logs", TRAINER, "100000", "0.02", "state") as job:

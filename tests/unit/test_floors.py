@@ -16,7 +16,7 @@ FLOORS = {
     4: {"demo", "doctor", "agent", "service"},
     3: {"training", "metrics", "rendezvous"},
     2: {"config"},
-    1: {"checkpoints", "own_checkpoints", "status", "progress", "runtime", "journal", "systemctl"},
+    1: {"checkpoints", "own_checkpoints", "status", "progress", "runtime", "journal", "systemctl", "pidfd"},
     0: {"errors"},
 }
 # Files that belong to a room without lying in a directory of its name.
