@@ -17,21 +17,32 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.came = False
+        self._masks = threading.local()
 
     def take(self, *, under_agent: bool) -> None:
         """From now on, where the program has no handler of its own. Outside the main thread nothing can be taken."""
-        owner = os.getpid()
-
-        def stop(number: int, frame: object) -> None:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if os.getpid() == owner:
-                self.came = True
-            else:  # a process that the program has forked meanwhile
-                os.kill(os.getpid(), number)
-
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, stop)
+            signal.signal(signal.SIGTERM, self._stop)
+            os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._give_back)
         if under_agent and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    def _stop(self, _number: int, _frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.came = True
+
+    # A process that the program forks (a loader's) ends by SIGTERM as ever. Python forgets what comes in mid-fork: the
+    # signal is held back until the child is itself.
+
+    def _hold(self) -> None:
+        self._masks.kept = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def _let_go(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.kept)
+
+    def _give_back(self) -> None:
+        if signal.getsignal(signal.SIGTERM) == self._stop:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._let_go()
