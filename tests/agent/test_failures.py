@@ -123,6 +123,20 @@ def test_a_killed_worker_costs_a_round_and_the_incident_adds_up(tmp_path: Path) 
     assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_rounds_that_end_right_after_their_first_step_have_recovered_each(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "script.py",
+        "import elastic, os\nsession = elastic.session()\nstep = session.round\n"
+        "session.enter_loop(step=step - 1, base_step=step - 1)\nsession.report(step=step)\n"
+        "os._exit(3) if step < 4 else session.finished(step)",
+    )
+    code, output = run_to_end(tmp_path, *QUICK, "script.py")
+    assert code == 0, output
+    recovered = re.findall(r"round (\d): recovered in .*, (\d) steps repeated", output)
+    assert recovered == [("2", "0"), ("3", "0"), ("4", "0")], output
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv to become nobody")
 def test_an_unprivileged_user_can_run_lose_a_worker_and_drain(tmp_path: Path) -> None:
     for folder in [tmp_path, *tmp_path.parents]:
