@@ -254,12 +254,14 @@ class Certificates:
         self._directory = directory
         self._names = names
         self.ca = directory / "ca.pem"
-        self._openssl("req", "-x509", *_NEW_KEY, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=ca")
+        authority = ("-days", "2", "-subj", "/CN=ca", "-addext", "keyUsage=critical,keyCertSign,cRLSign")
+        self._openssl("req", "-x509", *_NEW_KEY, "-keyout", "ca.key", "-out", "ca.pem", *authority)
         self.server = self._sign("server")
         self.client = self._sign("client")
 
     def _sign(self, name: str) -> tuple[Path, Path]:
-        (self._directory / "names").write_text(f"subjectAltName={self._names}\n")
+        extensions = f"subjectAltName={self._names}\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
+        (self._directory / "names").write_text(extensions)
         self._openssl("req", *_NEW_KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
         authority = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
         self._openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *authority)
