@@ -50,7 +50,7 @@ _AS_THEY_ARE = (
         "numa_binding",
     ),
     *("redirects", "tee", "local_ranks_filter", "logs_specs", "start_method", "monitor_interval", "signals_to_handle"),
-    "event_log_handler",
+    *("event_log_handler", "log_line_prefix_template"),
 )
 
 
@@ -129,6 +129,7 @@ class JobConfig:
     start_method: str = "spawn"
     monitor_interval: float = 0.1
     signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    log_line_prefix_template: str = ""
     event_log_handler: str = "null"
 
     @property

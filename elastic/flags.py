@@ -32,6 +32,7 @@ class Given:
     values: Mapping[str, Any]
     sources: Mapping[str, Source]
     path: Path | None  # the job file
+    strange: frozenset[str] = frozenset()  # flags of a torchrun that is newer than we are
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
@@ -72,7 +73,7 @@ def collect(argv: Sequence[str], environ: Mapping[str, str]) -> Given:
     elif "training_script" in filed and ("module" in said or variables.get("module")):
         raise UsageError(f"-m/--module needs its module on the command line; {path} names {filed['training_script']!r}")
     layers: dict[Source, Mapping[str, Any]] = {
-        "default": {**{key: option.default for key, option in options.items()}, "nccl": {}},
+        "default": {**_TORCHS_ALONE, **{key: option.default for key, option in options.items()}, "nccl": {}},
         "file": filed,
         "variable": {key: value for key, value in variables.items() if key != "module" or "module" not in filed},
         "flag": said,
@@ -82,7 +83,32 @@ def collect(argv: Sequence[str], environ: Mapping[str, str]) -> Given:
     for source, layer in layers.items():
         merged.update(layer)
         sources.update(dict.fromkeys(layer, source))
-    return Given(values=merged, sources=sources, path=path)
+    ours = {a.dest for g in parser._action_groups if (g.title or "").startswith(_OURS) for a in g._group_actions}
+    return Given(values=merged, sources=sources, path=path, strange=frozenset(options.keys() - ours - _TORCHRUNS))
+
+
+_OURS = "elasticd: "  # how the titles of our groups begin
+_TORCHRUNS = frozenset(
+    {
+        *(
+            "nnodes",
+            "nproc_per_node",
+            "node_rank",
+            "rdzv_backend",
+            "rdzv_endpoint",
+            "rdzv_id",
+            "rdzv_conf",
+            "standalone",
+        ),
+        *("max_restarts", "monitor_interval", "start_method", "event_log_handler", "role", "module", "no_python"),
+        *("run_path", "log_dir", "redirects", "tee", "local_ranks_filter", "log_line_prefix_template", "logs_specs"),
+        *("duplicate_stdout_filters", "duplicate_stderr_filters", "master_addr", "master_port", "local_addr"),
+        *("numa_binding", "signals_to_handle", "shutdown_timeout", "virtual_local_rank", "print_completion"),
+        *("training_script", "training_script_args"),
+    }
+)
+# Flags that come with torch's own code for them, as they are where an older torch has neither.
+_TORCHS_ALONE: dict[str, Any] = {"numa_binding": None, "duplicate_stdout_filters": [], "duplicate_stderr_filters": []}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -101,6 +127,7 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=_Help,
         )
         parser._optionals.title = "torchrun's options"
+        _add_newer_flags(parser)
         _change_defaults(parser)
         _add_membership_flags(parser)
         _add_worker_flags(parser)
@@ -150,13 +177,28 @@ def _without_pet_variables() -> Iterator[None]:
         os.environ.update(aside)
 
 
+def _add_newer_flags(parser: argparse.ArgumentParser) -> None:
+    """What torchrun knows since a later torch than the one here, and needs nothing of it."""
+    from torch.distributed.argparse_util import check_env, env
+
+    def add(flag: str, **kwargs: Any) -> None:
+        if flag not in parser._option_string_actions:
+            parser.add_argument(flag, "--" + flag[2:].replace("-", "_"), **{"action": env, **kwargs})
+
+    add("--shutdown-timeout", help="Seconds from SIGTERM to SIGKILL for workers that are to stop; default: 30.")
+    add("--virtual-local-rank", action=check_env, help="LOCAL_RANK is 0 everywhere, CUDA_VISIBLE_DEVICES one device.")
+    add("--signals-to-handle", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", help="Without effect here.")
+    add("--log-line-prefix-template", default="", help="Of each line on the console; may have ${role_name}, "
+        "${local_rank}, ${rank}, ${hostname}.")  # fmt: skip
+
+
 def _change_defaults(parser: argparse.ArgumentParser) -> None:
     options = {action.dest: action for action in parser._actions}
     options["nnodes"].type, options["nnodes"].default = values.node_range, (1, 1)
     options["max_restarts"].default = 3
     options["rdzv_backend"].default = "standalone"
     options["rdzv_id"].default = None
-    options["master_addr"].default = None
+    options["master_addr"].default = options["master_port"].default = None
     options["shutdown_timeout"].type = values.seconds
     script = options["training_script"]
     script.nargs, script.required, script.default = "?", False, None

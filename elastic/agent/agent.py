@@ -158,6 +158,7 @@ class Agent(ElasticAgent):
         now = time.monotonic()
         self._take(events)
         self._crew.read_progress()
+        self._story.look_for_progress()
         self._membership.pump(now)
         if (verdict := self._hangs.look(now)) is not None:
             self._story.hung(verdict)
@@ -169,7 +170,6 @@ class Agent(ElasticAgent):
                 break
         else:
             self._mailbox.wake()
-        self._story.look_for_progress()
         if self._joining.prepare():
             self._cover()
         if now >= self._reaped_at + _REAP_SECONDS:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import logging
 import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -19,6 +21,7 @@ from elastic.agent.environment import job_command
 from elastic.agent.give_back import note_membership
 from elastic.agent.guard import Guard
 from elastic.agent.instance import Instance
+from elastic.agent.job_lock import JobLock
 from elastic.agent.log_thread import log_thread
 from elastic.agent.logs import make_logs_specs
 from elastic.agent.mailbox import Mailbox
@@ -55,7 +58,7 @@ def run_job(config: JobConfig) -> int:
         stack.enter_context(log_thread())
         instance = stack.enter_context(_instance())
         memory_dir = stack.enter_context(memory)
-        keep_open = _lock_checkpoints(config, instance)
+        keep_open = stack.enter_context(_lock_checkpoints(config, instance))
         nonce, life = instance.nonce, Life(instance.folder.parent, supervised=notifier.is_listened_to)
         note_membership(instance.folder, config)
         if notifier.is_listened_to:
@@ -121,19 +124,23 @@ def _add_shared(folders: list[Path], samples: Samples) -> None:
     samples.add("memory_shared_bytes", folder_bytes(folders))
 
 
-def _lock_checkpoints(config: JobConfig, instance: Instance) -> tuple[int, ...]:
-    """A job on one node has its checkpoints to itself; on many, its agents may share them.
+@contextlib.contextmanager
+def _lock_checkpoints(config: JobConfig, instance: Instance) -> Iterator[tuple[int, ...]]:
+    """A job on one node has its checkpoints to itself, and so have the agents of one on many together.
 
-    Raises: UsageError: another job has them, or nothing here can reach them.
+    Yields what the warden is to hold as well. Raises: UsageError: another job has them, or nothing can reach them.
     """
     if config.checkpoint_dir is None:
-        return ()
+        yield ()
+        return
     if "://" in config.checkpoint_dir:
         try:
             own_checkpoints("storage").open_storage(config.checkpoint_dir)
         except own_checkpoints("errors").NoDriverError as exc:
             raise UsageError(f"--checkpoint-dir cannot be reached from here: {exc}") from exc
-    return (instance.lock_job(config.checkpoint_dir, shared=config.rdzv_backend != "standalone"),)
+    run_id = None if config.rdzv_backend == "standalone" else config.run_id
+    with contextlib.closing(JobLock(config.checkpoint_dir, instance.folder.parent, run_id=run_id)) as lock:
+        yield (lock.descriptor,)
 
 
 @contextlib.contextmanager
@@ -147,6 +154,8 @@ def _instance() -> Iterator[Instance]:
 
 def _worker_spec(config: JobConfig, handler: MembershipHandler) -> WorkerSpec:
     command = job_command(config)
+    known = {field.name for field in dataclasses.fields(WorkerSpec)}  # by the torch that is here
+    newer: dict[str, Any] = {"virtual_local_rank": config.virtual_local_rank}
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
@@ -155,7 +164,7 @@ def _worker_spec(config: JobConfig, handler: MembershipHandler) -> WorkerSpec:
         rdzv_handler=handler,
         max_restarts=config.max_restarts,
         local_addr=config.local_addr,
-        virtual_local_rank=config.virtual_local_rank,
+        **{name: value for name, value in newer.items() if name in known},
     )
 
 

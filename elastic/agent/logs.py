@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -49,7 +50,7 @@ class Console:
 
     def __init__(self, config: JobConfig) -> None:
         self._config = config
-        self._template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+        self._template = config.log_line_prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         self._tails: list[TailLog] = []
         self._files: list[TextIO] = []
         self._stopping: list[threading.Thread] = []
@@ -75,30 +76,27 @@ class Console:
             TailLog(role, destination.tee_stdouts, sys.stdout, prefixes),
             TailLog(role, destination.tee_stderrs, sys.stderr, prefixes),
         ]
-        self._filter(
-            destination.tee_stdouts, destination.filtered_stdout, self._config.duplicate_stdout_filters, prefixes
-        )
-        self._filter(
-            destination.tee_stderrs, destination.filtered_stderr, self._config.duplicate_stderr_filters, prefixes
-        )
+        if needles := self._config.duplicate_stdout_filters:
+            self._filter(destination.tee_stdouts, destination.filtered_stdout, needles, prefixes)
+        if needles := self._config.duplicate_stderr_filters:
+            self._filter(destination.tee_stderrs, destination.filtered_stderr, needles, prefixes)
         for tail in self._tails:
             tail.start()
 
     def _filter(
         self, sources: dict[int, str], target: str, needles: tuple[str, ...], prefixes: dict[int, str] | None
     ) -> None:
-        if needles:
-            file = open(target, "a", errors="replace", buffering=1, opener=closed_to_others)  # noqa: SIM115 - see `stop`
-            self._files.append(file)
-            matches = lambda line: any(needle in line for needle in needles)  # noqa: E731
-            self._tails.append(TailLog(self._config.role, sources, file, prefixes, log_line_filter=matches))
+        file = open(target, "a", errors="replace", buffering=1, opener=closed_to_others)  # noqa: SIM115 - see `stop`
+        self._files.append(file)
+        matches = lambda line: any(needle in line for needle in needles)  # noqa: E731
+        self._tails.append(TailLog(self._config.role, sources, file, prefixes, log_line_filter=matches))
 
     def _prefixes(self, environs: Mapping[int, Mapping[str, str]]) -> dict[int, str] | None:
         if not self._template:
             return None
         return {
             local_rank: Template(self._template).safe_substitute(
-                role_name=self._config.role, rank=environ["RANK"], local_rank=local_rank
+                role_name=self._config.role, rank=environ["RANK"], local_rank=local_rank, hostname=socket.gethostname()
             )
             for local_rank, environ in environs.items()
         }

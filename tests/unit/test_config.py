@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ FLAGS: list[tuple[list[str], str, Any]] = [
     (["--http", ":9000"], "http_host", "0.0.0.0"),
     (["--http", "9000"], "http_port", 9000),
     (["--usr1", "drain"], "usr1", "drain"),
+    (["--log-line-prefix-template", "${hostname}:${rank}: "], "log_line_prefix_template", "${hostname}:${rank}: "),
     (["--checkpoint-dir", "s3://bucket/x", "--checkpoint-every", "30s"], "checkpoint_every", "30s"),
     (["--checkpoint-dir", "s3://bucket/x"], "checkpoint_dir", "s3://bucket/x"),
 ]
@@ -506,3 +508,41 @@ def test_a_job_file_gives_steps_as_numbers(work_directory: Path) -> None:
     path = job_file('script = "train.py"\ncheckpoint_dir = "c"\ncheckpoint_every = 100\nmemory_every = 5\n')
     config = loaded("--config", path)
     assert (config.checkpoint_every, config.memory_every) == ("100", 5)
+
+
+def other_torchrun(monkeypatch: pytest.MonkeyPatch, *, without: Sequence[str] = (), new: str | None = None) -> None:
+    """The flags of another torch's torchrun."""
+    from torch.distributed import run
+
+    made = run.get_args_parser()
+    for action in [action for action in made._actions if action.dest in without]:
+        made._remove_action(action)
+        for option in action.option_strings:
+            del made._option_string_actions[option]
+    if new is not None:
+        made.add_argument(new, default=7)
+    monkeypatch.setattr(run, "get_args_parser", lambda: made)
+
+
+def test_flags_that_an_older_torchrun_lacks_are_there_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with torch 2.8."""
+    newer = ("shutdown_timeout", "virtual_local_rank", "signals_to_handle", "log_line_prefix_template")
+    torchs = ("numa_binding", "duplicate_stdout_filters", "duplicate_stderr_filters")
+    other_torchrun(monkeypatch, without=(*newer, *torchs))
+    config = loaded(
+        *("--shutdown-timeout", "2.5", "--virtual-local-rank", "--log-line-prefix-template", "${rank}: ", "train.py")
+    )
+    assert (config.shutdown_timeout_seconds, config.virtual_local_rank) == (2.5, True)
+    assert (config.log_line_prefix_template, config.numa_binding) == ("${rank}: ", None)
+    with pytest.raises(UsageError, match="unrecognized arguments: --numa-binding"):
+        loaded("--numa-binding", "node", "train.py")
+
+
+def test_a_flag_that_only_a_newer_torchrun_knows_is_said_to_have_no_effect(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other_torchrun(monkeypatch, new="--brand-new")
+    loaded("train.py")
+    assert "brand-new" not in caplog.text
+    loaded("--brand-new", "1", "train.py")
+    assert "--brand-new=1 has no effect: it is a flag of a torchrun newer than elasticd" in caplog.text

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,55 +49,6 @@ def test_what_a_killed_agent_left_is_removed_also_when_that_was_begun_before(tmp
     os.utime(tmp_path / ".agent-4-old", (1, 1))
     sweep(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".agent-3-new"]
-
-
-@pytest.fixture
-def instances(tmp_path: Path) -> Iterator[list[Instance]]:
-    """As if each were of an agent of its own: with a runtime directory for each."""
-    made = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        made.append(Instance(tmp_path / name))
-    yield made
-    for instance in made:
-        instance.close()
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "who"),
-    [
-        pytest.param(False, False, r"the agent with pid \d+", id="two jobs of one node"),
-        pytest.param(True, False, "agents of a job with --rdzv-endpoint", id="of one node, beside one of many"),
-        pytest.param(False, True, r"the agent with pid \d+", id="of many, beside one of one node"),
-        pytest.param(True, True, "", id="agents of many nodes share it"),
-    ],
-)
-def test_a_checkpoint_directory_is_for_one_job(
-    instances: list[Instance], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool, second: bool, who: str
-) -> None:
-    monkeypatch.setattr("elastic.agent.instance._LOCK_WAIT_SECONDS", 0.2)
-    instances[0].lock_job(str(tmp_path / "ckpt"), shared=first)
-    if who:
-        with pytest.raises(UsageError, match=f"ckpt is in use by {who}: drain that one first"):
-            instances[1].lock_job(str(tmp_path / "ckpt"), shared=second)
-    else:
-        instances[1].lock_job(str(tmp_path / "ckpt"), shared=second)
-
-
-def test_where_files_cannot_be_locked_the_lock_lies_elsewhere(
-    instances: list[Instance], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    flock = fcntl.flock
-
-    def on_lustre(descriptor: int, operation: int) -> None:
-        if Path(f"/proc/self/fd/{descriptor}").readlink().is_relative_to(tmp_path / "ckpt"):
-            raise OSError(errno.ENOSYS, "Function not implemented")
-        flock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", on_lustre)
-    instances[0].lock_job(str(tmp_path / "ckpt"), shared=False)
-    assert "ckpt cannot hold a lock: Function not implemented" in caplog.text
-    assert list((tmp_path / "a").glob("job-*.lock"))
 
 
 def test_orphans_are_reaped_while_threads_come_and_go() -> None:
