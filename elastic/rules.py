@@ -255,9 +255,7 @@ def _say_what_has_no_effect(given: Given) -> None:
             logger.warning("%s has no effect: %s", given.named(key), reason)
     for key in sorted(given.strange):
         if given.explicit(key):
-            logger.warning(
-                "%s has no effect: it is a flag of a torchrun newer than elasticd", given.named(key)
-            )
+            logger.warning("%s has no effect: it is a flag of a torchrun newer than elasticd", given.named(key))
     if given["no_python"]:
         for key in ("standby", "preload"):
             if given.explicit(key) and given[key]:
