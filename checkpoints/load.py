@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import torch
 from .errors import CheckpointMismatchError, CorruptCheckpointError
 from .manifest import Manifest, Piece, TensorEntry
 from .shards import read_shard
-from .storage import PAGE_BYTES, Readable
+from .storage import Readable
 from .tree import Nested, dtype_name, flatten, unflatten
 
 _MOST_THREADS = 4
@@ -53,8 +54,8 @@ def _allocate(entry: TensorEntry) -> torch.Tensor:
     tensor = torch.empty(entry.shape, dtype=dtype)
     size = tensor.numel() * tensor.element_size()
     if size >= _HUGE_FROM_BYTES:  # the first touch of small pages would take longer than the read
-        start = -(-tensor.data_ptr() // PAGE_BYTES) * PAGE_BYTES
-        length = (tensor.data_ptr() + size - start) // PAGE_BYTES * PAGE_BYTES
+        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (tensor.data_ptr() + size - start) // mmap.PAGESIZE * mmap.PAGESIZE
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
     return tensor
 

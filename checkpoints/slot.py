@@ -2,7 +2,7 @@
 
     0      head: magic, bytes of the text, place and bytes of the image, checksum of each, checksum of all that
     4096   text: JSON, what this is a share of (`Text`); in writer 0's a second line for the whole state (`Words`)
-    ...    image: the shard file as it would lie on disk, from a page boundary
+    ...    image: the shard file as it would lie on disk, from a page boundary (of the kernel's: some have 64 KiB)
 
 The magic is cleared before anything else is touched and written after everything else. So a process that is killed at
 any instruction leaves a slot that is whole or one that says nothing, and never one that lies.
@@ -34,6 +34,7 @@ from .storage import PAGE_BYTES
 
 _MAGIC = b"elastm01"  # one aligned word: it is there or it is not
 _NOTHING = bytes(len(_MAGIC))
+_GRAIN_BYTES = max(PAGE_BYTES, mmap.ALLOCATIONGRANULARITY)  # where a mapping may begin
 _HEAD = struct.Struct("=8sQQQ16s16s")
 _SEAL = struct.Struct("=Q")
 FREE = (-1, -1)
@@ -92,7 +93,7 @@ class Share:
 
 def slot_bytes(text_bytes: int, image_bytes: int) -> int:
     """What a slot takes; without an image, where that begins."""
-    return PAGE_BYTES + -(-text_bytes // PAGE_BYTES) * PAGE_BYTES + image_bytes
+    return -(-(PAGE_BYTES + text_bytes) // _GRAIN_BYTES) * _GRAIN_BYTES + image_bytes
 
 
 class Slot(Buffer):

@@ -50,7 +50,12 @@ def restored_by(manager: CheckpointManager, **more: Any) -> Restored:
     return restored
 
 
-def test_what_was_kept_comes_back_bit_by_bit_and_is_newer_than_the_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page_bytes", [4096, 65536])
+def test_what_was_kept_comes_back_bit_by_bit_and_is_newer_than_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page_bytes: int
+) -> None:
+    """Also where the kernel's pages are of 64 KiB (some of aarch64): a mapping begins at such a boundary alone."""
+    monkeypatch.setattr("checkpoints.slot._GRAIN_BYTES", page_bytes)
     for number, state in enumerate([small_state(1), cut_state(2)]):
         disk, folder = tmp_path / f"disk{number}", tmp_path / f"shm{number}"
         manager = manager_of(disk, folder)
@@ -66,6 +71,8 @@ def test_what_was_kept_comes_back_bit_by_bit_and_is_newer_than_the_disk(tmp_path
         assert restored.disk_step == 1
         assert_same(restored.state, state)
         assert manager.round == 2
+        shares = [read_slot(path) for path in (folder / "node0").glob("rank-0-slot-*")]
+        assert not any(share.image_start % page_bytes for share in shares if share is not None)
         manager.close()
 
 
