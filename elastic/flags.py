@@ -121,7 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
             prog="elasticd run",
             usage="elasticd run [options] (SCRIPT | -m MODULE) [args]",
             description="Run a training script on every worker of this node and keep it going. Takes every flag of "
-            "torchrun with its meaning, and those below. PET_<FLAG> variables and --config set the same.",
+            "torchrun, and those below. PET_<FLAG> variables and --config set the same.",
             parents=[torchs],
             add_help=False,
             formatter_class=_Help,
