@@ -49,13 +49,16 @@ class Installer:
         for directory in job.writable:
             self._make(directory, job.user)
         if self._root is None:
-            for path in (Path(job.program[0]), job.directory, *job.writable):
+            for path in (Path(job.program[0]), job.directory, *job.readable, *job.writable):
                 self._warn_if_closed(path, job.user)
                 if is_private(path):
                     self._say(
                         f"WARNING: the service will not find {path}: it has a directory for temporary files of its own "
                         "(PrivateTmp=yes). Move it, or set PrivateTmp=no with `systemctl edit`"
                     )
+            for path, bits, what in (*((p, os.R_OK, "read") for p in job.readable), *_writes(job.writable)):
+                if not may(path, job.user, bits):
+                    self._say(f"WARNING: user {job.user} cannot {what} {path}: chown or chgrp it, or choose --user")
 
     def install_etcd(self) -> None:
         """The example of an etcd. Raises: UsageError."""
@@ -191,19 +194,28 @@ def _check_user(user: str) -> None:
         raise UsageError(f"--user {user}: there is no such user on this host; make it first (useradd --system {user})")
 
 
-def first_closed(path: Path, user: str) -> Path | None:
-    """The first directory on the way to `path` that its mode keeps `user` out of; None also where nothing is known."""
+def _writes(directories: Sequence[Path]) -> list[tuple[Path, int, str]]:
+    return [(directory, os.W_OK | os.X_OK, "write to") for directory in directories]
+
+
+def may(path: Path, user: str, bits: int) -> bool:
+    """Whether the mode of what is there lets `user` do that (os.R_OK ...); True also where nothing is known."""
     try:
         account = pwd.getpwnam(user)
-        groups = os.getgrouplist(user, account.pw_gid)
-        for directory in reversed(path.absolute().parents):
-            found = directory.stat()
-            shift = 6 if found.st_uid == account.pw_uid else 3 if found.st_gid in groups else 0
-            if account.pw_uid and not found.st_mode >> shift & 1:
-                return directory
+        found = path.stat()
     except (KeyError, OSError):
-        return None
-    return None
+        return True
+    shift = 6 if found.st_uid == account.pw_uid else 3 if found.st_gid in _groups(account) else 0
+    return not account.pw_uid or found.st_mode >> shift & bits == bits
+
+
+def _groups(account: pwd.struct_passwd) -> list[int]:
+    return os.getgrouplist(account.pw_name, account.pw_gid)
+
+
+def first_closed(path: Path, user: str) -> Path | None:
+    """The first directory on the way to `path` that its mode keeps `user` out of; None also where nothing is known."""
+    return next((place for place in reversed(path.absolute().parents) if not may(place, user, os.X_OK)), None)
 
 
 def _read(place: Path) -> str | None:

@@ -56,6 +56,14 @@ class Job:
         named = (self.config.checkpoint_dir, self.config.log_dir)
         return tuple(Path(name) for name in named if name and "://" not in name)
 
+    @property
+    def readable(self) -> tuple[Path, ...]:
+        """Files that its user must be able to read."""
+        config = self.config
+        script = None if config.module or config.no_python else str(self.directory / config.script)
+        keys = (config.etcd_ca, config.etcd_cert, config.etcd_key, config.http_cert, config.http_key)
+        return tuple(Path(name) for name in (script, config.http_token_file, *keys) if name)
+
 
 def job_name(path: Path) -> str:
     """The instance's name, from the job file's. Raises: UsageError."""

@@ -14,7 +14,7 @@ import pytest
 from elastic.cli import main
 from elastic.config import load
 from elastic.service import install, plan
-from elastic.service.install import first_closed
+from elastic.service.install import first_closed, may
 from elastic.service.stamp import State, is_intact, stamped, state
 
 JOB = """
@@ -224,6 +224,24 @@ def test_a_directory_that_keeps_the_user_out_is_found(tmp_path: Path) -> None:
     assert first_closed(closed / "venv" / "elasticd", "nobody") == (parents[-1] if parents else closed)
     assert first_closed(closed / "venv" / "elasticd", "root") is None
     assert first_closed(closed, "no-such-user") is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, as an install does")
+def test_what_the_services_user_cannot_read_or_write_is_told(tmp_path: Path) -> None:
+    token, open_one, folder = tmp_path / "token", tmp_path / "open", tmp_path / "ckpt"
+    folder.mkdir(mode=0o750)
+    for file, mode in ((token, 0o600), (open_one, 0o644)):
+        file.touch()
+        file.chmod(mode)
+    assert not may(token, "nobody", os.R_OK)
+    assert may(open_one, "nobody", os.R_OK)
+    assert not may(open_one, "nobody", os.W_OK)
+    assert not may(folder, "nobody", os.W_OK | os.X_OK)
+    assert may(token, "root", os.R_OK)
+    assert may(token, "no-such-user", os.R_OK)
+    assert may(tmp_path / "not-there", "nobody", os.R_OK)
+    os.chown(token, 65534, -1)
+    assert may(token, "nobody", os.R_OK)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
