@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.agent.quick import QUICK
 from tests.support.job import run_to_end, write
 
 REPORT = """
@@ -122,3 +124,11 @@ def _files(folder: Path) -> dict[str, str]:
 
 def _spoken(output: str) -> list[str]:
     return sorted(re.findall(r"(?:\[\w+\]:)?(?:out|err) \d", output))
+
+
+def test_the_prefix_of_lines_on_the_console_may_be_chosen(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", "print('hello')")
+    flags = ("--tee", "3", "--log-dir", "logs", "--log-line-prefix-template", "${hostname}/${rank}/${local_rank}: ")
+    code, output = run_to_end(tmp_path, *QUICK, *flags, "script.py")
+    assert code == 0, output
+    assert re.search(rf"^{re.escape(socket.gethostname())}/0/0: ?hello$", output, re.MULTILINE), output
