@@ -390,7 +390,7 @@ def test_too_few_nodes_wait_visibly_beside_another_job_on_the_same_store(make_no
     other = make_nodes("short2", "--nnodes", "1:1")
     (lonely,) = short.start("a")
     other.start("a")
-    status = lonely.wait_status(lambda s: s["state"] == "waiting", seconds=START_SECONDS)
+    status = lonely.wait_status(lambda s: s["state"] == "waiting" and s["waiting"], seconds=START_SECONDS)
     assert "1 of 2 nodes" in status["waiting"][0]["reason"]
     assert short.ends() == {"a": 3}
     assert "1 of 2 nodes" in short.output
