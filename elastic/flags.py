@@ -90,16 +90,8 @@ def collect(argv: Sequence[str], environ: Mapping[str, str]) -> Given:
 _OURS = "elasticd: "  # how the titles of our groups begin
 _TORCHRUNS = frozenset(
     {
-        *(
-            "nnodes",
-            "nproc_per_node",
-            "node_rank",
-            "rdzv_backend",
-            "rdzv_endpoint",
-            "rdzv_id",
-            "rdzv_conf",
-            "standalone",
-        ),
+        *("nnodes", "nproc_per_node", "node_rank", "standalone"),
+        *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"),
         *("max_restarts", "monitor_interval", "start_method", "event_log_handler", "role", "module", "no_python"),
         *("run_path", "log_dir", "redirects", "tee", "local_ranks_filter", "log_line_prefix_template", "logs_specs"),
         *("duplicate_stdout_filters", "duplicate_stderr_filters", "master_addr", "master_port", "local_addr"),

@@ -1,6 +1,6 @@
 """Descriptors of processes, also where Python or the kernel has none.
 
-An interpreter that was built against old headers lacks `os.pidfd_open` (conda's, uv's): the kernel is asked past it.
+An interpreter that was built against old headers lacks `os.pidfd_open` (uv's until 2026): the kernel is asked past it.
 Kernels before 5.3 lack it, and containers may forbid it: there, a thread waits for the process.
 """
 
@@ -15,7 +15,7 @@ import threading
 from typing import Any
 
 _PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434  # the same number on every architecture that torch runs on
-_NONE_HERE = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENODEV})
+_NONE_HERE = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES, errno.ENODEV})
 _LIBC: Any = ctypes.CDLL(None, use_errno=True)
 
 

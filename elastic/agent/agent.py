@@ -156,9 +156,9 @@ class Agent(ElasticAgent):
     def _pass(self, events: list[Any]) -> None:
         """Observe, decide, act, tell."""
         now = time.monotonic()
-        self._take(events)
         self._crew.read_progress()
-        self._story.look_for_progress()
+        self._story.look_for_progress()  # before what has ended begins an incident of its own
+        self._take(events)
         self._membership.pump(now)
         if (verdict := self._hangs.look(now)) is not None:
             self._story.hung(verdict)

@@ -34,9 +34,8 @@ class Story:
         self.failures: dict[int, ProcessFailure] = {}  # of the last round that failed, by rank: torch's contract
 
     def begin(self, cause: str, *, failed_at: float) -> None:
-        """Something has ended the round, or is about to; until then it may have got on without being looked at."""
+        """Something has ended the round, or is about to."""
         self._crew.read_progress()
-        self.look_for_progress()
         self._incidents.begin(
             cause=cause,
             applied_step=self._crew.applied_step,

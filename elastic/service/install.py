@@ -56,9 +56,10 @@ class Installer:
                         f"WARNING: the service will not find {path}: it has a directory for temporary files of its own "
                         "(PrivateTmp=yes). Move it, or set PrivateTmp=no with `systemctl edit`"
                     )
-            for path, bits, what in (*((p, os.R_OK, "read") for p in job.readable), *_writes(job.writable)):
-                if not may(path, job.user, bits):
-                    self._say(f"WARNING: user {job.user} cannot {what} {path}: chown or chgrp it, or choose --user")
+            for paths, bits, what in ((job.readable, os.R_OK, "read"), (job.writable, os.W_OK | os.X_OK, "write to")):
+                for path in paths:
+                    if not may(path, job.user, bits):
+                        self._say(f"WARNING: user {job.user} cannot {what} {path}: chown or chgrp it, or choose --user")
 
     def install_etcd(self) -> None:
         """The example of an etcd. Raises: UsageError."""
@@ -194,10 +195,6 @@ def _check_user(user: str) -> None:
         raise UsageError(f"--user {user}: there is no such user on this host; make it first (useradd --system {user})")
 
 
-def _writes(directories: Sequence[Path]) -> list[tuple[Path, int, str]]:
-    return [(directory, os.W_OK | os.X_OK, "write to") for directory in directories]
-
-
 def may(path: Path, user: str, bits: int) -> bool:
     """Whether the mode of what is there lets `user` do that (os.R_OK ...); True also where nothing is known."""
     try:
@@ -205,12 +202,9 @@ def may(path: Path, user: str, bits: int) -> bool:
         found = path.stat()
     except (KeyError, OSError):
         return True
-    shift = 6 if found.st_uid == account.pw_uid else 3 if found.st_gid in _groups(account) else 0
+    groups = os.getgrouplist(account.pw_name, account.pw_gid)
+    shift = 6 if found.st_uid == account.pw_uid else 3 if found.st_gid in groups else 0
     return not account.pw_uid or found.st_mode >> shift & bits == bits
-
-
-def _groups(account: pwd.struct_passwd) -> list[int]:
-    return os.getgrouplist(account.pw_name, account.pw_gid)
 
 
 def first_closed(path: Path, user: str) -> Path | None:
