@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .background import CommitResult as CommitResult
     from .errors import CheckpointError as CheckpointError
     from .errors import CheckpointMismatchError as CheckpointMismatchError
+    from .errors import DisturbedError as DisturbedError
     from .errors import FingerprintError as FingerprintError
     from .errors import NoDriverError as NoDriverError
     from .errors import NoUsableCheckpointError as NoUsableCheckpointError
@@ -31,6 +32,7 @@ _HOMES = {
     "CheckpointManager": "manager",
     "CheckpointMismatchError": "errors",
     "CommitResult": "background",
+    "DisturbedError": "errors",
     "FingerprintError": "errors",
     "MemoryTier": "memory",
     "Nested": "tree",

@@ -53,6 +53,7 @@ class Background:
         self._thread: threading.Thread | None = None
         self._groups: Groups | None = None
         self._current: tuple[Job, float] | None = None
+        self._waited_seconds = 0.0
         self.result: CommitResult | None = None
 
     @property
@@ -77,8 +78,13 @@ class Background:
             thread.start()
             self._thread = thread
         self._idle.clear()
+        self._waited_seconds = 0.0
         self._current = (job, stall_seconds)
         self._jobs.put((job, line, stall_seconds))
+
+    def waited(self, seconds: float) -> None:
+        """Training stood still for so long after the save had returned, for the rest of its copy."""
+        self._waited_seconds += seconds
 
     def close(self, timeout_seconds: float) -> bool:
         """Wait for the commit in flight and end the thread; False when it is stuck, and left behind."""
@@ -122,10 +128,11 @@ class Background:
     def _handle(self, job: Job, line: Line, stall_seconds: float) -> None:
         """Commit, report, retain. The result is kept before anything else may fail."""
         outcome = self._try_commit(job, line)
-        self.result = result = _result(job, outcome, stall_seconds)
+        self.result = result = _result(job, outcome, stall_seconds + self._waited_seconds)
         self._current = None
         try:
-            job.data.release()
+            if job.share is not None:
+                job.share.image.release()
         finally:
             self._report(result)
         if outcome.state == "committed":
@@ -173,7 +180,7 @@ def _result(job: Job, outcome: Outcome, stall_seconds: float) -> CommitResult:
         step=job.step,
         state=outcome.state,
         error=outcome.error,
-        bytes=job.snapshot.plan.layout.size_bytes if job.snapshot is not None else 0,
+        bytes=job.share.snapshot.plan.layout.size_bytes if job.share is not None else 0,
         stall_seconds=stall_seconds,
         write_seconds=time.monotonic() - job.started - stall_seconds,
         unix_time=time.time(),

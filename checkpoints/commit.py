@@ -22,10 +22,10 @@ from typing import Any, Literal
 from .errors import CheckpointError, CoordinationError
 from .exchange import Exchange, depart
 from .groups import Groups
+from .image import StagedShare
 from .manifest import FileEntry, Hasher, Manifest
 from .publish import PublishedUnsurelyError, discard, publish, shard_name, working_directory
 from .rounds import read_rounds
-from .snapshot import Snapshot
 from .storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -51,17 +51,16 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One commit. `number` counts this manager's saves; `data` is the shard file's image.
+    """One commit. `number` counts this manager's saves.
 
-    Without a snapshot this rank has nothing to write, for the reason in `refusal`, and only tells the others.
+    Without a share this rank has nothing to write, for the reason in `refusal`, and only tells the others.
     """
 
     number: int
     step: int
     samples: int
     fingerprint: str
-    snapshot: Snapshot | None
-    data: memoryview
+    share: StagedShare | None
     refusal: str = ""
     groups: Groups
     started: float
@@ -100,23 +99,27 @@ class Commit:
 
     def _write(self) -> dict[str, Any]:
         """Write and sync this rank's shard; what goes wrong goes into the arrival."""
-        if self._job.snapshot is None:
+        share = self._job.share
+        if share is None:
             return {"error": f"rank {self._line.rank} did not stage: {self._job.refusal}"}
-        plan = self._job.snapshot.plan
+        plan = share.snapshot.plan
         name = shard_name(self._storage, plan.writer, plan.writers, self._nonce)
         arrival: dict[str, Any] = {
             "error": None,
             "digest": plan.digest,
             "name": name,
-            "bytes": len(self._job.data),
+            "bytes": len(share.image),
             "checksum": "",
         }
         hasher = Hasher()
         try:
+            share.copying.run()
             self._storage.make_directory(self._working)
-            self._storage.write(self._storage.join(self._working, name), self._job.data, hasher.update)
+            self._storage.write(self._storage.join(self._working, name), share.image, hasher.update)
         except OSError as exc:
             arrival["error"] = f"rank {self._line.rank} could not write its shard: {exc}"
+        if (changed := share.copying.changed()) is not None:
+            arrival["error"] = f"rank {self._line.rank}: {changed} was changed while it was copied"
         arrival["checksum"] = hasher.result()
         return arrival
 
@@ -140,7 +143,7 @@ class Commit:
             error = _first_error(arrivals)
         except CoordinationError as exc:
             arrivals, error = [], f"not all ranks arrived: {exc}"
-        skeleton = None if self._job.snapshot is None else self._job.snapshot.skeleton
+        skeleton = None if self._job.share is None else self._job.share.snapshot.skeleton
         verdict = {"error": error, "state": skeleton, "unix_time": time.time()}
         outcome = Outcome(state="failed", error=error)
         try:
@@ -202,7 +205,7 @@ class Commit:
 
     def _manifest(self, arrivals: list[dict[str, Any]], verdict: dict[str, Any]) -> Manifest:
         line, job = self._line, self._job
-        if job.snapshot is None:
+        if job.share is None:
             raise CheckpointError(job.refusal)
         return Manifest(
             run_id=line.run_id,
@@ -216,8 +219,8 @@ class Commit:
             commit=self._nonce,
             unix_time=verdict["unix_time"],
             state=verdict["state"],
-            tensors=job.snapshot.plan.tensors,
-            pieces=job.snapshot.plan.pieces,
+            tensors=job.share.snapshot.plan.tensors,
+            pieces=job.share.snapshot.plan.pieces,
             files=tuple(FileEntry(name=a["name"], bytes=a["bytes"], checksum=a["checksum"]) for a in arrivals),
         )
 

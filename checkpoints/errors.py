@@ -2,6 +2,7 @@
 
 CheckpointError
 +-- UnsupportedStateError      save: a leaf of the state is of a kind that cannot be stored
++-- DisturbedError             settle: what was called steady has changed while it was copied
 +-- CheckpointMismatchError    restore: tensors are missing, extra, or of another shape or dtype
 +-- FingerprintError           restore: the state counts samples of other data
 +-- NoUsableCheckpointError    restore: there are checkpoints and none of them is good
@@ -22,6 +23,10 @@ class CheckpointError(Exception):
 
 class UnsupportedStateError(CheckpointError):
     """A leaf of the state is of a kind that cannot be stored without pickle; the message has its full key."""
+
+
+class DisturbedError(CheckpointError):
+    """A tensor was changed before `settle`, although `keep` or `save` was told that it is steady; it is named."""
 
 
 class CheckpointMismatchError(CheckpointError):

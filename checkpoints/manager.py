@@ -1,7 +1,8 @@
 """CheckpointManager: save, keep, wait, restore, close.
 
 `save` copies this rank's share and returns; the background thread writes, commits and applies retention. `keep` copies
-it into the node's memory alone. All methods are called from one thread, by every rank in the same order.
+it into the node's memory alone. What is called steady is copied beside training, until `settle`. All methods are called
+from one thread, by every rank in the same order.
 """
 
 from __future__ import annotations
@@ -12,21 +13,24 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import torch
 
 from .background import Background, CommitResult, Policy
 from .check import check_arguments
 from .commit import Job, Line
 from .enter import enter
-from .errors import CheckpointError, CoordinationError, UnsupportedStateError
+from .errors import CheckpointError, CoordinationError, DisturbedError, UnsupportedStateError
 from .exchange import Store, open_exchange
-from .memory import Kept, MemoryTier
+from .image import StagedShare
+from .memory import MemoryTier
 from .peers import Surroundings
 from .publish import sweep
 from .restore import Request, Restore, Restored
 from .rounds import record_rounds
 from .slot import FREE, Mark
-from .snapshot import Snapshot, Snapshotter, stored_bytes
+from .stager import Stager
 from .storage import LocalStorage, Storage, open_storage
 from .transfer import own_address
 from .tree import Nested
@@ -37,7 +41,10 @@ _CLOSE_GRACE_SECONDS = 5.0  # beyond the deadline of the commit in flight
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """A save whose bytes are safe from the training loop. The commit goes on in the background."""
+    """A save whose bytes are safe from the training loop; those called steady once `settle` has returned.
+
+    The commit goes on in the background. `stall_seconds`: how long the call took.
+    """
 
     step: int
     bytes: int
@@ -118,7 +125,7 @@ class CheckpointManager:
         except BaseException:
             self._exchange.close()
             raise
-        self._snapshotter = Snapshotter()
+        self._stager = Stager(memory)
         self._saves = self._restores = 0
         self._closed = False
 
@@ -162,7 +169,13 @@ class CheckpointManager:
         base_step = restored.step if restored is not None else 0
         if self._is_leader and self._line.rank != 0:
             self._record_round(base_step)
-        self._expect(restored.state if restored is not None else like)
+        writer, writers = self._as_writer()
+        self._stager.expect(
+            restored.state if restored is not None else like,
+            writer=writer,
+            writers=writers,
+            saves_to_disk=self._saves_to_disk,
+        )
         self._line = dataclasses.replace(self._line, base_step=base_step)
         if self._memory is not None:
             own = restored is not None and restored.path == str(self._memory.folder)
@@ -172,11 +185,23 @@ class CheckpointManager:
         logger.info("round %d rank %d starts from step %d%s", self._line.round, self._line.rank, base_step, source)
         return restored
 
-    def keep(self, step: int, state: Nested, *, samples: int = 0, fingerprint: str = "") -> Staged | None:
+    def keep(
+        self,
+        step: int,
+        state: Nested,
+        *,
+        samples: int = 0,
+        fingerprint: str = "",
+        steady: Iterable[torch.Tensor] = (),
+    ) -> Staged | None:
         """Copy this rank's share of `state` into the node's memory; None when it is off or has no room (see the log).
 
         Speaks with nobody. The ranks call it after the same steps, once they have agreed on the step after a `settle`:
         see `memory.py` for what that gives.
+
+        Args:
+            steady: tensors of the state that nothing changes before `settle` (parameters and the optimizer's state, in
+                a forward and a backward). They are copied beside training, all others before this returns.
 
         Raises:
             UnsupportedStateError: a leaf cannot be stored.
@@ -186,18 +211,34 @@ class CheckpointManager:
         if self._memory is not None and not self._restores:
             raise CheckpointError("keep() before restore() would write over what memory holds; call restore() first")
         started = time.monotonic()
-        kept = self._keep(step, state, samples, fingerprint)
+        self._complain(self._settle())
+        mark = self._mark(step, samples, fingerprint)
+        kept = self._stager.keep(state, mark, reading=self.busy, steady=_addresses(steady))
         if kept is None:
             return None
         return Staged(step=step, bytes=kept.bytes, stall_seconds=time.monotonic() - started)
 
     def settle(self) -> None:
-        """Wait until what `keep` and `save` put into memory is sealed. Called before the ranks agree on a step."""
-        if self._memory is not None:
-            self._memory.settle()
+        """Wait until what `keep` and `save` were given is copied, and sealed where memory has it.
 
-    def save(self, step: int, state: Nested, *, samples: int = 0, fingerprint: str = "") -> Staged:
-        """Copy this rank's share of `state` and commit it in the background. Collective.
+        Called before the ranks agree on a step, and before anything changes that was called steady.
+
+        Raises:
+            DisturbedError: it was changed before; the step is not kept, and its commit fails.
+        """
+        if (problem := self._settle()) is not None:
+            raise DisturbedError(problem)
+
+    def save(
+        self,
+        step: int,
+        state: Nested,
+        *,
+        samples: int = 0,
+        fingerprint: str = "",
+        steady: Iterable[torch.Tensor] = (),
+    ) -> Staged:
+        """Copy this rank's share of `state` and commit it in the background. Collective. `steady`: see `keep`.
 
         Waits for the commit before it. Only the tensors are shared out; all else is stored as rank 0 has it.
 
@@ -213,24 +254,24 @@ class CheckpointManager:
                 f"{self._line.directory} holds {self._past} and restore() was not called: training that starts anew "
                 "would put aside what is there. Call restore() first, or save to another directory"
             )
+        self._complain(self._settle())
         self._background.wait(self._timeout + _CLOSE_GRACE_SECONDS)
         started = time.monotonic()
-        snapshot, data, refusal = self._stage(step, state, samples, fingerprint)
+        share, refusal = self._stage(state, self._mark(step, samples, fingerprint), _addresses(steady))
         stall_seconds = time.monotonic() - started
-        size = len(data)
         job = Job(
             number=self._saves,
             step=step,
             samples=samples,
             fingerprint=fingerprint,
-            snapshot=snapshot,
-            data=data,
+            share=share,
             refusal=str(refusal),
             groups=self._background.groups(self._line.world_size),
             started=started,
             deadline=started + self._timeout,
         )
         self._saves += 1
+        size = len(share.image) if share is not None else 0
         self._background.start(job, self._line, stall_seconds)
         if isinstance(refusal, UnsupportedStateError):
             raise refusal
@@ -238,21 +279,19 @@ class CheckpointManager:
 
     def wait(self, timeout_seconds: float | None = None) -> CommitResult | None:
         """The result of the newest save; None when nothing was saved. Its state is `unknown` when the time is over."""
+        self._complain(self._stager.settle())
         limit = self._timeout + _CLOSE_GRACE_SECONDS
         return self._background.wait(limit if timeout_seconds is None else timeout_seconds)
 
     def close(self) -> None:
         """Wait for the commit in flight (bounded), end the threads and free the staging buffer."""
         self._closed = True
-        if self._memory is not None:
-            self._memory.settle()
+        self._complain(self._stager.settle())
         if not self._background.close(self._timeout + _CLOSE_GRACE_SECONDS):
             logger.error("a commit is stuck in the file system or the store; its thread and buffer are left behind")
             return
         self._exchange.close()
-        self._snapshotter.close()
-        if self._memory is not None:
-            self._memory.close()
+        self._stager.close()
 
     def _check_save(self, step: int) -> None:
         if self._closed:
@@ -260,11 +299,20 @@ class CheckpointManager:
         if step < 0:
             raise CheckpointError(f"step is {step}; it must not be negative")
 
-    def _keep(self, step: int, state: Nested, samples: int, fingerprint: str) -> Kept | None:
+    def _settle(self) -> str | None:
+        """What was wrong with the newest `keep` or `save`. The wait is part of how long that has held up training."""
+        began = time.monotonic()
+        problem = self._stager.settle()
+        self._background.waited(time.monotonic() - began)
+        return problem
+
+    def _complain(self, problem: str | None) -> None:
+        if problem is not None:
+            logger.error("rank %d: %s", self._line.rank, problem)
+
+    def _mark(self, step: int, samples: int, fingerprint: str) -> Mark:
         line = self._line
-        if self._memory is None:
-            return None
-        mark = Mark(
+        return Mark(
             run_id=line.run_id,
             incarnation=line.incarnation,
             round=line.round,
@@ -276,32 +324,24 @@ class CheckpointManager:
             nonce=line.nonce,
             unix_time=time.time(),
         )
-        return self._memory.keep(state, mark, reading=self.busy)
 
-    def _stage(
-        self, step: int, state: Nested, samples: int, fingerprint: str
-    ) -> tuple[Snapshot | None, memoryview, Exception | None]:
-        """The snapshot and its bytes, or why there is none: a rank that cannot stage takes part in the commit all the
-        same, to say so.
-
-        The commit reads the copy in memory where that is the same share; on a file system that several nodes share it
-        is not, and there are two copies.
-        """
-        members = self._background.groups(self._line.world_size).members(self._line.rank)
+    def _stage(self, state: Nested, mark: Mark, steady: frozenset[int]) -> tuple[StagedShare | None, Exception | None]:
+        """This rank's share, or why there is none: a rank that cannot stage takes part in the commit all the same, to
+        say so."""
+        writer, writers = self._as_writer()
         try:
             if self.busy:
                 raise CheckpointError("the commit before it is stuck beyond its deadline")
-            writer, writers = members.index(self._line.rank), len(members)
-            kept = self._keep(step, state, samples, fingerprint) if self._restores else None
-            if kept is not None and self._memory is not None:
-                lent = self._memory.lend(kept, writer=writer, writers=writers)
-                if lent is not None:
-                    return kept.snapshot, lent, None
-            snapshot = self._snapshotter.take(state, writer=writer, writers=writers)
-            return snapshot, self._snapshotter.buffer.view(snapshot.plan.layout.size_bytes), None
+            may_keep = mark if self._restores else None
+            return self._stager.take(state, may_keep, writer=writer, writers=writers, steady=steady), None
         except (CheckpointError, OSError, MemoryError) as exc:
             logger.error("rank %d cannot stage a checkpoint: %s", self._line.rank, exc)
-            return None, memoryview(b""), exc
+            return None, exc
+
+    def _as_writer(self) -> tuple[int, int]:
+        """(which, of how many) of those that write a copy of the state together."""
+        members = self._background.groups(self._line.world_size).members(self._line.rank)
+        return members.index(self._line.rank), len(members)
 
     def _find_groups(self) -> None:
         try:
@@ -327,16 +367,6 @@ class CheckpointManager:
         except OSError as exc:
             logger.warning("what dead commits left in %s stays: %s", line.directory, exc)
 
-    def _expect(self, state: Nested | None) -> None:
-        """The state that will be kept and saved is about this large: let the buffers be warm by then."""
-        members = self._background.groups(self._line.world_size).members(self._line.rank)
-        size, share = stored_bytes(state), (members.index(self._line.rank), len(members))
-        lend = self._saves_to_disk and self._memory is not None and self._memory.is_share(*share)
-        if self._memory is not None:
-            self._memory.expect(size, lend=lend)
-        if self._saves_to_disk and not lend:
-            self._snapshotter.expect(size, len(members))
-
     @property
     def _is_leader(self) -> bool:
         return self._background.groups(self._line.world_size).leaders[self._line.rank] == self._line.rank
@@ -350,3 +380,8 @@ class CheckpointManager:
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout
+
+
+def _addresses(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Where they lie: a state holds other objects of the same memory (`state_dict` detaches)."""
+    return frozenset(tensor.data_ptr() for tensor in tensors)

@@ -21,15 +21,16 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
 
 from .errors import CheckpointError
+from .image import Copying, StagedShare, fill
+from .plan import Planner, Snapshot
 from .slot import FREE, Mark, Slot, slot_bytes
-from .snapshot import Planner, Snapshot, fill
 from .staging import GROWTH
 from .tree import Nested
 
@@ -43,17 +44,16 @@ _TEXT_ROOM_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """A share that is copied; it counts once it is sealed. `image`: where it lies, for a commit to read."""
+    """A share that is copied, or being copied; it counts once it is sealed."""
 
     step: int
     bytes: int
-    snapshot: Snapshot
-    image: memoryview
+    share: StagedShare
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
-    """A share that is whole. `seal_seconds` were spent beside training."""
+    """A share that is whole. `seal_seconds` were spent beside training, on the rest of the copy and the checksum."""
 
     step: int
     bytes: int
@@ -91,6 +91,7 @@ class MemoryTier:
         self._slots = [Slot(self.folder / f"rank-{local_rank}-slot-{number}") for number in range(_MOST_SLOTS)]
         self._count, self._room = _FEWEST_SLOTS, 0
         self._lent: Slot | None = None
+        self._newest: tuple[int, Slot, Copying] | None = None  # step kept last, until it is settled
         self._tables: tuple[str, str] = ("", "")  # digest and JSON of the newest plan
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-memory")
         self._beside: list[Future[None]] = []
@@ -112,10 +113,11 @@ class MemoryTier:
         for slot in self._slots:
             slot.age = age if slot.path.name in names else FREE
 
-    def keep(self, state: Nested, mark: Mark, *, reading: bool) -> Kept | None:
+    def keep(self, state: Nested, mark: Mark, *, reading: bool, steady: Container[int] = frozenset()) -> Kept | None:
         """Copy this rank's share; sealed in the background. None, with a warning once, when there is no room.
 
-        `reading`: a commit to disk still reads the slot that was lent to it.
+        `reading`: a commit to disk still reads the slot that was lent to it. `steady`: addresses of tensors that do not
+        change before `settle`, and are copied in the background too.
 
         Raises:
             UnsupportedStateError: before anything is touched.
@@ -134,13 +136,15 @@ class MemoryTier:
         except (OSError, MemoryError, CheckpointError) as exc:
             self._give_up(str(exc))
             return None
-        fill(slot, target, tensors, snapshot.plan)
-        self._beside.append(self._thread.submit(self._seal, slot, mark))
+        copying = fill(slot, target, tensors, snapshot.plan, steady)
+        self._newest = (mark.step, slot, copying)
+        self._beside.append(self._thread.submit(self._seal, slot, mark, copying))
         if grown:
             self._beside.append(self._thread.submit(self._warm, self._room, self._count == _MOST_SLOTS))
-        return Kept(step=mark.step, bytes=size, snapshot=snapshot, image=slot.share)
+        share = StagedShare(snapshot=snapshot, image=slot.share, copying=copying)
+        return Kept(step=mark.step, bytes=size, share=share)
 
-    def lend(self, kept: Kept, *, writer: int, writers: int) -> memoryview | None:
+    def lend(self, kept: Kept, *, writer: int, writers: int) -> StagedShare | None:
         """The newest share for a commit to read, if that writes the same one and another slot is there to go on with.
 
         It is not written to until a `keep` that is told that nobody reads any more.
@@ -148,17 +152,28 @@ class MemoryTier:
         if not self.is_share(writer, writers) or self._count < _MOST_SLOTS:
             return None
         self._lent = max(self._slots, key=lambda slot: slot.age)
-        return kept.image[:]
+        return dataclasses.replace(kept.share, image=kept.share.image[:])
 
     def is_share(self, writer: int, writers: int) -> bool:
         """Whether this rank keeps the same part of the state as a commit of that many writers has from it."""
         return (writer, writers) == (self.local_rank, self.local_world_size)
 
-    def settle(self) -> None:
-        """Wait until what was kept is sealed. Called before the ranks agree on the step after it."""
+    def settle(self) -> str | None:
+        """Wait until what was kept is sealed. Called before the ranks agree on the step after it.
+
+        Returns what was wrong: a tensor that was called steady has changed, and the step is not kept.
+        """
         for future in self._beside:
             future.result()
         self._beside.clear()
+        if self._newest is None:
+            return None
+        (step, slot, copying), self._newest = self._newest, None
+        changed = copying.settle()
+        if changed is None:
+            return None
+        slot.clear()
+        return f"{changed} was changed while it was copied: step {step} is not kept in memory"
 
     def inbox(self, name: str) -> str:
         """A directory for what a peer sends."""
@@ -222,8 +237,11 @@ class MemoryTier:
         except (OSError, MemoryError, CheckpointError) as exc:
             self._give_up(str(exc))
 
-    def _seal(self, slot: Slot, mark: Mark) -> None:
+    def _seal(self, slot: Slot, mark: Mark, copying: Copying) -> None:
         began = time.monotonic()
+        copying.run()
+        if copying.changed() is not None:
+            return
         slot.seal()
         if self._on_sealed is not None:
             now = time.monotonic()

@@ -18,7 +18,7 @@ import torch
 from .storage import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from .snapshot import Image
+    from .image import Image
 
 GROWTH = 1.05  # a state that grows a little from save to save does not re-allocate each time
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise, Linux 5.14

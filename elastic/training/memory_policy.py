@@ -41,6 +41,10 @@ class MemoryPolicy:
         """Keeping the last step cost this rank so long."""
         self._cost, self._kept = seconds, True
 
+    def waited(self, seconds: float) -> None:
+        """What was kept last has held up training for so long since."""
+        self._cost += seconds
+
     def is_due(self, sums: Sequence[float], world_size: int) -> bool:
         """Whether the step that was agreed on is to be kept; the same on all ranks."""
         cost, kept, seconds = sums

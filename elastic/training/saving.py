@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from elastic.errors import DatasetChangedError, JobFailedError, NoUsableCheckpointError
 from elastic.own_checkpoints import own_checkpoints
@@ -14,6 +17,7 @@ from elastic.progress import Phase
 from elastic.training.environment import Every
 from elastic.training.memory_policy import MemoryPolicy
 from elastic.training.session import Session
+from elastic.training.steadiness import Steadiness
 from elastic.training.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
@@ -65,14 +69,20 @@ class Saver:
         storage: Storage | None = None,
         sharded: bool = False,
         on_host: bool = True,
+        steady: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
-        """`sharded`: no rank has the optimizer's state whole. `on_host`: training needs the processor itself."""
+        """`sharded`: no rank has the optimizer's state whole. `on_host`: training needs the processor itself.
+
+        `steady`: what of the state stays as it is until `settle`, which is called before an update.
+        """
         self._config, self._session, self._storage = config, session, storage
         self._manager: CheckpointManager | None = None
         self._saved_step = self._kept_step = -1
         self._memory_policy = MemoryPolicy(session.memory_every or config.memory_every)
         self._memory_due = False
         self._on_host, self._seal_seconds = on_host, 0.0
+        self._steadiness = Steadiness(steady, overlap=config.overlap_copies)
+        self._unsettled = False
         self._memory_dir = session.memory_dir
         if sharded and self._memory_dir:
             self._memory_dir = None
@@ -182,15 +192,36 @@ class Saver:
         if self._manager is None or self._directory is None or step == self._saved_step:
             return
         with self._session.phase(Phase.CHECKPOINT, limit_seconds=self._hang_seconds):
-            self._manager.save(step, state(), samples=samples, fingerprint=fingerprint)
+            self._unsettled = True
+            self._manager.save(
+                step, state(), samples=samples, fingerprint=fingerprint, steady=self._steadiness.at_copy()
+            )
         self._saved_step = self._kept_step = step
         self._memory_policy.taken()
 
     def contribution(self) -> tuple[float, ...]:
         """This rank's `memory_policy.SLOTS` sums of the step's exchange; what was kept before is whole by then."""
-        if self._manager is not None:
-            self._manager.settle()
+        self.settle()
         return self._memory_policy.contribution()
+
+    def settle(self) -> None:
+        """Wait until what was kept or saved is copied. From now on the state may change."""
+        if self._manager is None or not self._unsettled:
+            return
+        self._unsettled = False
+        queued = None if self._on_host else torch.cuda.current_stream().record_event()
+        began = time.perf_counter()
+        try:
+            with self._session.phase(Phase.CHECKPOINT):
+                self._manager.settle()
+        except own_checkpoints("errors").DisturbedError as error:
+            logger.error(
+                "run=%s round=%s rank=%s %s", self._session.run_id, self._session.round, self._session.rank, error
+            )
+            self._steadiness.broken()
+        self._steadiness.at_settle()
+        if queued is not None and queued.query():  # the device has had nothing to do meanwhile
+            self._memory_policy.waited(time.perf_counter() - began)
 
     def heard(self, sums: Sequence[float], step_seconds: float) -> None:
         """What all ranks contributed to the exchange of the step that is over now."""
@@ -209,7 +240,10 @@ class Saver:
             return
         began = time.perf_counter()
         with self._session.phase(Phase.CHECKPOINT):
-            kept = self._manager.keep(step, state(), samples=samples, fingerprint=fingerprint)
+            self._unsettled = True
+            kept = self._manager.keep(
+                step, state(), samples=samples, fingerprint=fingerprint, steady=self._steadiness.at_copy()
+            )
         self._kept_step = step
         if kept is not None:
             sealing = self._seal_seconds if self._on_host else 0.0  # of the one before: on a processor of training's
@@ -239,7 +273,8 @@ class Saver:
         if error is None:
             self._manager.close()
         else:
-            self._manager.wait(_SECONDS_FOR_COMMIT_AFTER_FAILURE)
+            with contextlib.suppress(RuntimeError):  # of a broken device: what matters is on its way up
+                self._manager.wait(_SECONDS_FOR_COMMIT_AFTER_FAILURE)
         self._manager = None
 
     def _on_sealed(self, sealed: Sealed) -> None:

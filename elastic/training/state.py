@@ -6,7 +6,7 @@ so the state is put into the optimizer directly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +39,13 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
             for group in optimizer.param_groups
         ],
     }
+
+
+def steady_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """What forwards and backwards leave alone: parameters and the optimizer's own state; buffers are not among it."""
+    yield from model.parameters()
+    for values in optimizer.state.values():
+        yield from (value for value in values.values() if isinstance(value, torch.Tensor))
 
 
 def check_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

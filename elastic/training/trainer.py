@@ -33,7 +33,7 @@ from elastic.training.saving import Saver
 from elastic.training.schedule import LearningRate
 from elastic.training.session import Session
 from elastic.training.session import session as current_session
-from elastic.training.state import is_sharded
+from elastic.training.state import is_sharded, steady_tensors
 from elastic.training.task import AppliedStep, Evaluation, Task, checked_weight, collate_of
 from elastic.training.trainer_config import TrainerConfig
 from elastic.training.training_state import Counters, Trainee, capture, put_back
@@ -116,6 +116,7 @@ class Trainer:
                 storage=self._storage,
                 sharded=is_sharded(self._optimizer),
                 on_host=self._device.type == "cpu",
+                steady=lambda: steady_tensors(model, self._optimizer),
             )
         )
         self._saver.open()
@@ -314,6 +315,7 @@ class Trainer:
             self._save(self._saver.keep_if_due)
         if self._evaluator is None or self._at.step % (self._config.evaluate_every or 1):
             return False
+        self._saver.settle()  # an evaluation may put other weights into the model for a while
         with self._session.phase(Phase.EVALUATION):
             outcome = self._evaluator.run(self._replica.model, step=self._at.step, autocast=self._stepper.autocast)
         if outcome.save:

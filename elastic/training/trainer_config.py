@@ -82,6 +82,7 @@ class TrainerConfig:
     checkpoint_keep_every: int | None = None  # also keep each checkpoint whose step divides by this
     commit_timeout_seconds: float = 600.0
     memory_every: int | None = None  # steps between two checkpoints in memory; None = as often as costs 1 % at most
+    overlap_copies: bool = True  # copy parameters and optimizer state beside the next forward; off: training waits
     allow_fresh_start: bool = False  # begin at step 0 although there are checkpoints and none is good
 
     def __post_init__(self) -> None:

@@ -30,6 +30,8 @@ Times = dict[str, list[float]]
 GOALS = [
     ("stall of save", "stall", "copy into a warm buffer", "copy", 1.5),
     ("stall of save", "stall", "stall of DCP async_save", "dcp_async_stall", 0.1),
+    ("beside a forward", "overlapped", "copy into a warm buffer", "copy", 1.5),
+    ("beside a forward", "overlapped", "stall of DCP async_save", "dcp_async_stall", 0.1),
     ("commit", "commit", "write + fsync, O_DIRECT off", "write_fsync", 1.25),
     ("commit", "commit", "DCP save", "dcp_save", 0.5),
     ("commit", "commit", "torch.save + fsync", "torch_save", 1.0),
@@ -88,7 +90,35 @@ def torch_save(path: Path, state: Any, rank: int) -> None:
     dist.barrier()
 
 
-def measure(rank: int, world_size: int, store: dist.Store, directory: Path, megabytes: int, repeats: int) -> Times:
+def save_beside_forward(
+    times: Times, manager: CheckpointManager, step: int, state: Any, forward_seconds: float
+) -> None:
+    """What a loop waits for when the copy goes on while a device computes; the forward here is a sleep of the host."""
+    tensors = [tensor for part in state.values() for tensor in part.values()]
+    dist.barrier()
+    began = time.monotonic()
+    manager.save(step, state, steady=tensors)
+    waited = time.monotonic() - began
+    time.sleep(forward_seconds)
+    began = time.monotonic()
+    manager.settle()
+    took = torch.tensor(waited + time.monotonic() - began, dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    times.setdefault("overlapped", []).append(took.item())
+    result = manager.wait()
+    assert result is not None
+    assert result.state == "committed", result
+
+
+def measure(
+    rank: int,
+    world_size: int,
+    store: dist.Store,
+    directory: Path,
+    megabytes: int,
+    repeats: int,
+    forward_seconds: float,
+) -> Times:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     state = make_state(megabytes)
@@ -103,13 +133,14 @@ def measure(rank: int, world_size: int, store: dist.Store, directory: Path, mega
     for step in range(repeats + 1):
         timed(times, "copy", lambda: warm.copy_(share))
         dist.barrier()
-        timed(times, "stall", lambda: manager.save(step, state))  # noqa: B023
+        timed(times, "stall", lambda: manager.save(2 * step, state))  # noqa: B023
         result = manager.wait()
         assert result is not None
         assert result.state == "committed", result
         took = torch.tensor(result.stall_seconds + result.write_seconds, dtype=torch.float64)
         dist.all_reduce(took, dist.ReduceOp.MAX)
         times.setdefault("commit", []).append(took.item())
+        save_beside_forward(times, manager, 2 * step + 1, state, forward_seconds)
         scratch = directory / f"plain-{rank}"
         timed(times, "write_fsync", lambda: write_and_sync(scratch, memoryview(warm.numpy())))  # noqa: B023
         scratch.unlink()
@@ -169,12 +200,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=1056, help="size of the whole state")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--forward-seconds", type=float, default=0.5, help="how long a forward takes that hides a copy")
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="a directory on the disk to measure")
     arguments = parser.parse_args()
     base = Path(tempfile.mkdtemp(prefix="bench-checkpoints-", dir=arguments.directory))
     try:
         times = run_ranks(
-            2, measure, base, arguments.megabytes, arguments.repeats, process_group=True, timeout_seconds=900
+            2,
+            measure,
+            base,
+            arguments.megabytes,
+            arguments.repeats,
+            arguments.forward_seconds,
+            process_group=True,
+            timeout_seconds=900,
         )[0]
         report_transfer(base / "transfer", 200, arguments.repeats)
     finally:

@@ -28,6 +28,7 @@ from tests.training.worlds import make_session
 
 GOALS = [
     ("stall of keep", "stall", "copy into a warm buffer", "copy", 1.5),
+    ("call, all steady", "overlapped", "copy into a warm buffer", "copy", 1.5),
     ("restore from memory", "restore", "copy into fresh memory", "clone", 1.5),
 ]
 NEVER = 1 << 60
@@ -51,11 +52,13 @@ def measure(rank: int, world_size: int, store: dist.Store, folder: Path, megabyt
     warm = torch.zeros_like(share)
     for step in range(1, repeats + 2):
         timed(times, "copy", lambda: warm.copy_(share))
-        timed(times, "stall", lambda: manager.keep(step, state))  # noqa: B023
+        timed(times, "stall", lambda: manager.keep(2 * step, state))  # noqa: B023
         timed(times, "seal", manager.settle)
+        timed(times, "overlapped", lambda: manager.keep(2 * step + 1, state, steady=tensors))  # noqa: B023
+        timed(times, "rest of it", manager.settle)
         timed(times, "clone", lambda: [tensor.clone() for tensor in tensors])
         restored = timed(times, "restore", lambda: manager.restore(state))
-        assert restored.step == step
+        assert restored.step == 2 * step + 1
         del restored
     manager.close()
     return times

@@ -291,7 +291,7 @@ def test_commit_reads_the_copy_in_memory_while_steps_go_on_being_kept(
     monkeypatch.setattr(manager._storage, "write", lambda *args: (gate.wait(20), write(*args)))
     manager.save(4, cut_state(4))
     with pytest.raises(ValueError, match="nothing is staged"):
-        manager._snapshotter.buffer.view(1)  # copied once
+        manager._stager.buffer.view(1)  # copied once
     for step in range(5, 15):
         manager.keep(step, cut_state(step))
     # Sealed beside the steps.
@@ -413,8 +413,10 @@ def run_steps(folder: Path, steps: Iterator[int], agreed: Callable[[int], None])
         for tier in ranks:
             tier.settle()
         agreed(step)  # all have sealed the step before, and go on
+        state = cut_state(step % 7)
+        steady = frozenset(tensor.data_ptr() for tensor in state.values() if step % 3)  # copied beside the steps
         for tier in ranks if step % 2 else reversed(ranks):
-            tier.keep(cut_state(step % 7), mark(step), reading=False)
+            tier.keep(state, mark(step), reading=False, steady=steady)
     for tier in ranks:
         tier.settle()
 
@@ -451,7 +453,9 @@ def test_killed_at_every_line_of_a_step_one_of_two_steps_is_whole(tmp_path: Path
             count = itertools.count()
 
             def trace(frame: FrameType, event: str, _: Any) -> Any:
-                if not frame.f_code.co_filename.endswith(("checkpoints/memory.py", "checkpoints/slot.py")):
+                if not frame.f_code.co_filename.endswith(
+                    ("checkpoints/memory.py", "checkpoints/slot.py", "checkpoints/image.py")
+                ):
                     return None
                 if event == "line" and next(count) == number * 3:
                     os.kill(os.getpid(), signal.SIGKILL)

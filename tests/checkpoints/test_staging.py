@@ -40,7 +40,7 @@ def test_buffer_is_warm_before_the_first_save_after_a_restore(tmp_path: Path) ->
     for _ in range(2):
         manager = CheckpointManager(tmp_path)
         manager.restore(cut_state(0))
-        buffer = manager._snapshotter.buffer
+        buffer = manager._stager.buffer
         warm = buffer.reserve(1).data_ptr()
         manager.save(manager.round, cut_state(1))
         assert buffer.reserve(1).data_ptr() == warm

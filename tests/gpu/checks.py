@@ -190,6 +190,52 @@ def staging(device: torch.device, megabytes: int) -> Figures:
     }
 
 
+@check
+def overlap(device: torch.device, megabytes: int) -> Figures:
+    """A copy beside the next forward: the call and the wait after it are short, and what comes back is of its step."""
+    state = {"model": {str(i): torch.randn(1 << 18, device=device) for i in range(megabytes)}}
+    tensors = list(state["model"].values())
+    work = torch.randn(4096 if device.type == "cuda" else 1024, device=device).expand(2048, -1).contiguous()
+
+    def forward() -> None:
+        for _ in range(200 if device.type == "cuda" else 5):
+            (work @ work.t()).sum()
+
+    alone_seconds = min(seconds(device, forward) for _ in range(3))
+    with tempfile.TemporaryDirectory() as folder:
+        manager = CheckpointManager(Path(folder) / "kept", keep_last=1)
+        manager.restore()
+        calls, waits, beside = [], [], []
+        for step in range(1, 5):
+            expected = {name: tensor.cpu().clone() for name, tensor in state["model"].items()}
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            manager.save(step, state, steady=tensors)
+            calls.append(time.perf_counter() - began)
+            forward()
+            waiting = time.perf_counter()
+            manager.settle()
+            waits.append(time.perf_counter() - waiting)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            beside.append(time.perf_counter() - began)
+            torch._foreach_add_(tensors, 1.0)  # the update, right after
+            result = manager.wait()
+            assert result is not None
+            assert result.state == "committed", result
+        restored = manager.restore(state)
+        manager.close()
+    assert restored is not None
+    assert all(torch.equal(restored.state["model"][name].cpu(), tensor) for name, tensor in expected.items())
+    return {
+        "MB": megabytes,
+        "call": f"{min(calls[1:]):.4f} s",
+        "wait": f"{min(waits[1:]):.4f} s",
+        "forward": f"{alone_seconds:.4f} s, {min(beside[1:]):.4f} s with the copy beside it",
+    }
+
+
 def trained(device: torch.device, folder: Path, kills: int, *flags: str) -> tuple[str, list[Figures]]:
     """Digest at the end and incidents of a job whose worker is killed so often."""
     folder.mkdir()
