@@ -62,9 +62,11 @@ def test_what_killed_agents_leave_is_gone_before_the_next_one_trains(tmp_path: P
             assert not first.processes()
             assert not (tmp_path / "run" / f"agent-{first.process.pid}").exists()
             (warden,) = wardens(second.process.pid)  # together with its warden there is nobody to clear up
+            workers = {worker["pid"] for worker in second.status()["workers"]}
             os.kill(warden, signal.SIGSTOP)
             second.signal(signal.SIGKILL)
             os.kill(warden, signal.SIGKILL)
+            wait_for(lambda: not workers & second.processes(), seconds=2.0, what="the kernel has killed the workers")
             with running(tmp_path, *args) as third:
                 third.wait_step(saved + 2)
                 assert not second.processes()
@@ -147,7 +149,8 @@ def test_orphans_of_a_running_script_do_not_stay_zombies(tmp_path: Path) -> None
         children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children")
 
         def zombies() -> list[int]:
-            return [pid for pid in map(int, children.read_text().split()) if not Path(f"/proc/{pid}/exe").exists()]
+            pids = map(int, children.read_text().split())
+            return [pid for pid in pids if not os.path.exists(f"/proc/{pid}/exe")]  # noqa: PTH110 - may go meanwhile
 
         wait_for(zombies, seconds=20.0, what="orphans")
         wait_for(lambda: not zombies(), seconds=20.0, what="they are reaped")
