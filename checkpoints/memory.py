@@ -40,6 +40,7 @@ _MOST_SLOTS = 3
 _USABLE_SHARE = 0.9  # of what is free: loaders and collectives need shared memory too
 _INBOX_PREFIX = "received-"
 _TEXT_ROOM_BYTES = 1 << 20
+_RETRY_SECONDS = 30.0  # memory that is full may be so for a moment only
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ class MemoryTier:
         folder: in /dev/shm, the same for all ranks of the node and for their successors; made when it is not there.
         local_rank, local_world_size: this rank among those of the folder.
         on_sealed: called on the tier's thread.
-        on_failure: called once with the reason when the tier cannot work; training goes on without it.
+        on_failure: called with the reason when the tier cannot work; training goes on without it, until it can again.
     """
 
     def __init__(
@@ -95,7 +96,8 @@ class MemoryTier:
         self._tables: tuple[str, str] = ("", "")  # digest and JSON of the newest plan
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-memory")
         self._beside: list[Future[None]] = []
-        self.problem: str | None = None
+        self.problem: str | None = None  # why nothing is kept
+        self._retry_at = 0.0
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as exc:
@@ -122,7 +124,7 @@ class MemoryTier:
         Raises:
             UnsupportedStateError: before anything is touched.
         """
-        if self.problem is not None:
+        if self.problem is not None and time.monotonic() < self._retry_at:
             return None
         self.settle()
         snapshot, tensors = self._planner.plan(state, writer=self.local_rank, writers=self.local_world_size)
@@ -136,6 +138,9 @@ class MemoryTier:
         except (OSError, MemoryError, CheckpointError) as exc:
             self._give_up(str(exc))
             return None
+        if self.problem is not None:
+            logger.info("checkpoints in memory are on again with step %d", mark.step)
+            self.problem = None
         copying = fill(slot, target, tensors, snapshot.plan, steady)
         self._newest = (mark.step, slot, copying)
         self._beside.append(self._thread.submit(self._seal, slot, mark, copying))
@@ -252,11 +257,14 @@ class MemoryTier:
                 logger.exception("on_sealed failed for step %d", mark.step)
 
     def _give_up(self, reason: str) -> None:
-        """No more memory checkpoints of this rank; its peers' shares alone are no state, so theirs are in vain."""
-        self.problem = reason
+        """No memory checkpoints of this rank for a while; its peers' shares alone are no state: theirs are in vain."""
+        self._retry_at = time.monotonic() + _RETRY_SECONDS
+        known, self.problem = self.problem is not None, reason
+        if known:
+            return
         logger.warning(
-            "checkpoints in memory are off: %s. Training goes on; where it is too small enlarge it (docker: "
-            "--shm-size, else mount -o remount,size=...), or say --no-memory-checkpoints",
+            "checkpoints in memory are off: %s. Training goes on, and tries again now and then; where it is too small "
+            "enlarge it (docker: --shm-size, else mount -o remount,size=...), or say --no-memory-checkpoints",
             reason,
         )
         if self._on_failure is not None:

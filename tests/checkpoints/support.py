@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from checkpoints.held import Whole
+from checkpoints.load import load
+from checkpoints.slot import Mark
 from checkpoints.storage import LocalStorage
 
 
@@ -148,3 +151,17 @@ class FaultyStorage(LocalStorage):
     def remove(self, path: str) -> None:
         self._guard(f"remove {path}")
         super().remove(path)
+
+
+def loaded(whole: Whole) -> Any:
+    """The state that lies whole in memory."""
+    held = whole.open()
+    return load(held.files, held.path, held.manifest)
+
+
+def mark(step: int) -> Mark:
+    """Of a step of the first round of two ranks."""
+    return Mark(
+        run_id="", incarnation="", round=1, base_step=0, step=step, samples=0, fingerprint="", world_size=2,
+        nonce="n", unix_time=0.0,
+    )  # fmt: skip

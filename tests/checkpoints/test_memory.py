@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
-import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
 from checkpoints.errors import CheckpointError, UnsupportedStateError
-from checkpoints.held import Whole, held_in
-from checkpoints.load import load
+from checkpoints.held import held_in
 from checkpoints.manager import CheckpointManager
 from checkpoints.memory import MemoryTier, Sealed
 from checkpoints.restore import Restored
-from checkpoints.slot import Mark, read_slot
-from tests.checkpoints.support import assert_same, cut_state, flip_byte, small_state
+from checkpoints.slot import read_slot
+from tests.checkpoints.support import assert_same, cut_state, flip_byte, loaded, mark, small_state
 from tests.support.job import wait_for
 from tests.support.ranks import run_ranks
 
@@ -123,11 +117,6 @@ def test_node_of_two_ranks_takes_what_it_is_sent_once_and_both_read_it(tmp_path:
     for path in (tmp_path / "shm" / "node1").iterdir():
         path.unlink()
     assert run_ranks(4, keep_some, tmp_path / "disk", tmp_path / "shm", 2, 1) == [(2, "memory")] * 4
-
-
-def loaded(whole: Whole) -> Any:
-    held = whole.open()
-    return load(held.files, held.path, held.manifest)
 
 
 def slots_by_step(folder: Path) -> dict[int, Path]:
@@ -343,6 +332,31 @@ def test_too_little_memory_is_said_once_with_sizes_and_saves_go_on(
     assert not list((tmp_path / "shm").glob("rank-*"))
 
 
+def test_memory_that_is_full_for_a_moment_is_used_again_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    manager = manager_of(None, tmp_path)
+    manager.restore()
+    with monkeypatch.context() as full:
+        full.setattr(os, "posix_fallocate", lambda *_: _refuse())
+        assert manager.keep(1, cut_state(1)) is None
+        assert manager.keep(2, cut_state(2)) is None
+    assert manager.keep(3, cut_state(3)) is None, "not at each step"
+    manager._memory._retry_at = 0.0  # type: ignore[union-attr]
+    assert manager.keep(4, cut_state(4)) is not None
+    manager.close()
+    assert caplog.text.count("checkpoints in memory are off") == 1
+    assert "on again with step 4" in caplog.text
+    manager = manager_of(None, tmp_path)
+    assert restored_by(manager).step == 4
+    manager.close()
+
+
+def _refuse() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def _with_free(status: os.statvfs_result, free_bytes: int) -> os.statvfs_result:
     fields = list(status)
     fields[4] = free_bytes // status.f_frsize
@@ -367,12 +381,9 @@ def test_two_slots_where_three_do_not_fit_and_the_commit_has_a_copy_of_its_own(
 def test_memory_that_is_taken_by_others_in_between_is_no_death_by_sigbus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     manager = manager_of(tmp_path / "disk", tmp_path)
     manager.restore()
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: _refuse())
     assert manager.keep(1, cut_state(1)) is None
     assert "No space left" in caplog.text
     manager.close()
@@ -387,125 +398,6 @@ def test_state_that_grows_and_changes_its_form_is_kept_all_the_same(tmp_path: Pa
         newest = max(held_in(tmp_path / "node0", ""), key=lambda whole: whole.mark.step)
         assert_same(loaded(newest), state)
     manager.close()
-
-
-# -- killed at any instant
-
-
-def tiers(folder: Path) -> list[MemoryTier]:
-    return [MemoryTier(folder, local_rank=rank, local_world_size=2) for rank in range(2)]
-
-
-def mark(step: int) -> Mark:
-    return Mark(
-        run_id="", incarnation="", round=1, base_step=0, step=step, samples=0, fingerprint="", world_size=2,
-        nonce="n", unix_time=0.0,
-    )  # fmt: skip
-
-
-def run_steps(folder: Path, steps: Iterator[int], agreed: Callable[[int], None]) -> None:
-    """Two ranks of a node in one process, in an order that the agreement between them allows."""
-    ranks = tiers(folder)
-    newest = max(held_in(folder, ""), key=lambda whole: whole.mark.step, default=None)
-    for tier in ranks if newest is not None else ():
-        tier.restored((1, newest.mark.step), [share.path.name for share in newest.shares])
-    for step in steps:
-        for tier in ranks:
-            tier.settle()
-        agreed(step)  # all have sealed the step before, and go on
-        state = cut_state(step % 7)
-        steady = frozenset(tensor.data_ptr() for tensor in state.values() if step % 3)  # copied beside the steps
-        for tier in ranks if step % 2 else reversed(ranks):
-            tier.keep(state, mark(step), reading=False, steady=steady)
-    for tier in ranks:
-        tier.settle()
-
-
-def check_whole(folder: Path, agreed: int) -> None:
-    """What a kill after that agreement has left: the step before, or already the one that was agreed on."""
-    newest = max(held_in(folder, ""), key=lambda whole: whole.mark.step, default=None)
-    if newest is None:
-        assert agreed <= 1, f"nothing is whole after the agreement on step {agreed}"
-        return
-    assert newest.mark.step in (agreed - 1, agreed)
-    assert_same(loaded(newest), cut_state(newest.mark.step % 7))
-
-
-def in_child(action: Callable[[], None]) -> int:
-    """How a forked child ended, as waitpid says."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            action()
-        finally:
-            os._exit(1)
-    return os.waitpid(pid, 0)[1]
-
-
-@pytest.mark.slow
-def test_killed_at_every_line_of_a_step_one_of_two_steps_is_whole(tmp_path: Path) -> None:
-    """SIGKILL before the n-th line that the tier's modules run, on either thread, for each n of two steps."""
-    lines = 0
-    for number in itertools.count():
-        folder, progress = tmp_path / str(number), tmp_path / f"agreed-{number}"
-
-        def die_at(number: int = number, folder: Path = folder, progress: Path = progress) -> None:
-            count = itertools.count()
-
-            def trace(frame: FrameType, event: str, _: Any) -> Any:
-                if not frame.f_code.co_filename.endswith(
-                    ("checkpoints/memory.py", "checkpoints/slot.py", "checkpoints/image.py")
-                ):
-                    return None
-                if event == "line" and next(count) == number * 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return trace
-
-            def agreed(step: int) -> None:
-                progress.write_text(str(step))
-                if step == 3:  # two whole steps lie there by now
-                    threading.settrace(trace)
-                    sys.settrace(trace)
-
-            torch.set_num_threads(1)
-            run_steps(folder, iter(range(1, 6)), agreed)
-            os._exit(0)
-
-        status = in_child(die_at)
-        check_whole(folder, int(progress.read_text()))
-        if status == 0:
-            break
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        lines += 1
-    assert lines > 40
-
-
-def test_killed_at_random_fifty_times_one_of_two_steps_is_whole(tmp_path: Path) -> None:
-    for number in range(50):
-        progress = tmp_path / "agreed"
-        progress.write_text("0")
-
-        def go_on(progress: Path = progress) -> None:
-            torch.set_num_threads(1)
-            first = max((whole.mark.step for whole in held_in(tmp_path / "shm", "")), default=0) + 1
-            run_steps(tmp_path / "shm", itertools.count(first), lambda step: _put(progress, step))
-
-        pid = os.fork()
-        if pid == 0:
-            go_on()
-        while int(progress.read_text() or "0") == 0:
-            pass
-        threading.Event().wait(0.002 + 0.0007 * (number * 7 % 50))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        check_whole(tmp_path / "shm", int(progress.read_text()))
-
-
-def _put(path: Path, step: int) -> None:
-    """Atomically: its reader looks at any time, and after a kill."""
-    fresh = path.with_suffix(".new")
-    fresh.write_text(str(step))
-    fresh.replace(path)
 
 
 def test_sealed_is_told_with_its_size(tmp_path: Path) -> None:
