@@ -9,10 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from .commit import Commit, Job, Line, Outcome, State
+from .claim import Claim
+from .commit import Commit, Job, Outcome, State
 from .errors import CheckpointError
 from .exchange import Exchange
 from .groups import Groups, find_groups, one_group
+from .line import Line
 from .publish import retain
 from .storage import Storage
 
@@ -51,6 +53,7 @@ class Background:
         self._idle = threading.Event()
         self._idle.set()
         self._thread: threading.Thread | None = None
+        self.claim = Claim(storage)
         self._groups: Groups | None = None
         self._current: tuple[Job, float] | None = None
         self._waited_seconds = 0.0
@@ -152,7 +155,7 @@ class Background:
             return Outcome(state="failed", error=str(exc))
         if self._groups != job.groups:
             return Outcome(state="failed", error="the directories of the ranks are known only now; the next save works")
-        return Commit(job, line, self._storage, self._exchange, self._policy.fence).run()
+        return Commit(job, line, self._storage, self._exchange, self._policy.fence, self.claim).run()
 
     def _retain(self, line: Line) -> None:
         """Every group's leader prunes its own directory; that it cannot is no failure of the commit."""

@@ -19,13 +19,14 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
+from .claim import Claim
 from .errors import CheckpointError, CoordinationError
 from .exchange import Exchange, depart
 from .groups import Groups
 from .image import StagedShare
+from .line import Line
 from .manifest import FileEntry, Hasher, Manifest
 from .publish import PublishedUnsurelyError, discard, publish, shard_name, working_directory
-from .rounds import read_rounds
 from .storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -33,20 +34,6 @@ logger = logging.getLogger(__name__)
 State = Literal["committed", "failed", "unknown"]
 _SHORTEST_FENCE_SECONDS = 0.5
 _LONGEST_FENCE_SECONDS = 1.0  # a lease of two seconds, renewed on time, still leaves more
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """Whose commits these are; the same for all commits of one manager but for the base step."""
-
-    run_id: str
-    incarnation: str
-    round: int
-    base_step: int
-    rank: int
-    world_size: int
-    directory: str
-    nonce: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +63,11 @@ class Outcome:
 class Commit:
     """One commit as one rank sees it. `run` never raises on what can go wrong outside."""
 
-    def __init__(self, job: Job, line: Line, storage: Storage, exchange: Exchange, fence: Callable[[], float]) -> None:
+    def __init__(
+        self, job: Job, line: Line, storage: Storage, exchange: Exchange, fence: Callable[[], float], claim: Claim
+    ) -> None:
         self._job, self._line, self._storage, self._exchange, self._fence = job, line, storage, exchange, fence
+        self._claim = claim
         self._scope = f"commit/{job.number}"
         self._nonce = f"{line.nonce}n{job.number}"
         self._working = working_directory(storage, line.directory, job.step, line.round, self._nonce)
@@ -114,9 +104,10 @@ class Commit:
         hasher = Hasher()
         try:
             share.copying.run()
+            self._claim.look(self._line)
             self._storage.make_directory(self._working)
             self._storage.write(self._storage.join(self._working, name), share.image, hasher.update)
-        except OSError as exc:
+        except (OSError, CheckpointError) as exc:
             arrival["error"] = f"rank {self._line.rank} could not write its shard: {exc}"
         if (changed := share.copying.changed()) is not None:
             arrival["error"] = f"rank {self._line.rank}: {changed} was changed while it was copied"
@@ -174,7 +165,7 @@ class Commit:
                 size = self._storage.size(self._storage.join(self._working, arrival["name"]))
                 if size != arrival["bytes"]:
                     raise CheckpointError(f"{arrival['name']} has {size} bytes here instead of {arrival['bytes']}")
-            self._check_round()
+            self._claim.renew(self._line)
             self._await_fence()
             publish(self._storage, self._line.directory, self._working, self._manifest(arrivals, verdict))
         except PublishedUnsurelyError as exc:
@@ -184,16 +175,6 @@ class Commit:
         if self._fence() <= 0:
             return Outcome(state="unknown", error="the lease may have ended during the publication")
         return Outcome(state="committed")
-
-    def _check_round(self) -> None:
-        """Raises: CheckpointError when a later round goes on from what was there: no restore would take this one."""
-        line = self._line
-        later = max((round_ for round_, _ in read_rounds(self._storage, line.directory)), default=0)
-        if later > line.round:
-            raise CheckpointError(
-                f"round {later} has begun in {line.directory}, and this is round {line.round}: another job has been "
-                "started with this directory, or a newer round of this one. Give each job a directory of its own"
-            )
 
     def _await_fence(self) -> None:
         """Publish only while the lease holds for longer than that takes; a renewal on its way is waited for."""

@@ -7,10 +7,11 @@ import logging
 import secrets
 from typing import Any
 
-from .commit import Line
+from .claim import another_owner
 from .errors import CheckpointError, StaleRoundError
 from .exchange import Exchange, depart
-from .rounds import highest_round, manifests_in, newest_name, read_rounds
+from .line import Line
+from .rounds import highest_round, manifests_in, newest_name, read_record
 from .storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,8 @@ def _look(storage: Storage, line: Line) -> dict[str, Any]:
 
 
 def _stale(storage: Storage, line: Line) -> str | None:
-    later = max((round_ for round_, _ in read_rounds(storage, line.directory)), default=0)
+    record = read_record(storage, line.directory)
+    later = max((round_ for round_, _ in record.rounds), default=0) if record is not None else 0
     if later > line.round:
         return (
             f"round {line.round} cannot write to {line.directory}: round {later} has started there. Use a round above "
@@ -72,7 +74,7 @@ def _stale(storage: Storage, line: Line) -> str | None:
                 f"{manifest.step} there is of round {manifest.round} of incarnation {manifest.incarnation!r}. Use a "
                 f"round above {manifest.round} (round=None takes the next free one) or another directory"
             )
-    return None
+    return (another_owner(line, record) or None) if line.incarnation else None
 
 
 def _decide(looks: list[dict[str, Any]], line: Line) -> dict[str, Any]:

@@ -19,16 +19,16 @@ import torch
 
 from .background import Background, CommitResult, Policy
 from .check import check_arguments
-from .commit import Job, Line
+from .commit import Job
 from .enter import enter
 from .errors import CheckpointError, CoordinationError, DisturbedError, UnsupportedStateError
 from .exchange import Store, open_exchange
 from .image import StagedShare
+from .line import Line
 from .memory import MemoryTier
 from .peers import Surroundings
 from .publish import sweep
 from .restore import Request, Restore, Restored
-from .rounds import record_rounds
 from .slot import FREE, Mark
 from .stager import Stager
 from .storage import LocalStorage, Storage, open_storage
@@ -374,8 +374,8 @@ class CheckpointManager:
     def _record_round(self, base_step: int) -> None:
         """A leader's, once a restore is decided: what this round will not contain is void from now on."""
         try:
-            record_rounds(self._storage, self._line.directory, [(self._line.round, base_step)])
-        except OSError as exc:
+            self._background.claim.stake(dataclasses.replace(self._line, base_step=base_step))
+        except (OSError, CheckpointError) as exc:  # tried again before the first commit, which fails when this does
             logger.error("round %d could not be recorded in %s: %s", self._line.round, self._line.directory, exc)
 
     def _deadline(self) -> float:

@@ -15,11 +15,11 @@ from typing import Any
 
 from . import manifest as manifests
 from .choose import Tier
-from .commit import Line
 from .copies import Plan
 from .errors import CorruptCheckpointError
 from .exchange import Exchange
 from .held import Held, Opener, opened
+from .line import Line
 from .manifest import Manifest, step_name
 from .memory import MemoryTier
 from .receive import Inbox, read_manifest, receive, receive_aside

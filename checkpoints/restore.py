@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 from .choose import Choice, Offer, Tier, choose, find_homes, known_rounds, voiding_round
-from .commit import Line
 from .copies import Copies, Report
 from .errors import (
     CheckpointError,
@@ -32,6 +31,7 @@ from .errors import (
 )
 from .exchange import Exchange, depart
 from .held import Opener
+from .line import Line
 from .load import compare, load
 from .manifest import Manifest
 from .offer import IN_MEMORY, offer, parse_offer, with_memory

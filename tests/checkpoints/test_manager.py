@@ -202,7 +202,7 @@ def test_same_step_of_the_same_round_stays_and_the_second_copy_is_dropped(tmp_pa
         assert result is not None
         assert result.state == "committed"
     manager.close()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000000010"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["rounds.json", "step-000000000010"]
 
 
 def test_fingerprint_of_other_data_is_refused(tmp_path: Path) -> None:

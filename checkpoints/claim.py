@@ -1,0 +1,94 @@
+"""Whose round a directory is in: put on record before a round commits anything, and looked for before each commit.
+
+Locks keep two jobs of one host apart, and not those of two hosts without common locks, nor a job that has not seen that
+its directory was unmounted. The record does: whoever is not its owner commits nothing, and says why.
+"""
+
+from __future__ import annotations
+
+from .errors import CheckpointError, StaleRoundError
+from .line import Line
+from .manifest import ROUNDS
+from .rounds import Record, read_record, record_rounds
+from .storage import Storage
+
+
+class Claim:
+    """One rank's view of its directory's record. Leaders of writing groups stake it; all look for it.
+
+    Used by a manager's thread at the restore and by its background thread afterwards, never by both at a time.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._is_staked = self._was_seen = False
+
+    def stake(self, line: Line) -> None:
+        """A leader's: this round is the one that the directory is in from now on.
+
+        Of two programs without an incarnation that are in one round the later one has it.
+
+        Raises:
+            StaleRoundError: a later round is, or this one of another job.
+            OSError
+        """
+        record = read_record(self._storage, line.directory)
+        if reason := later_round(line, record) or (line.incarnation and another_owner(line, record)):
+            raise StaleRoundError(reason)
+        record_rounds(self._storage, line.directory, [(line.round, line.base_step)], owner=(line.round, whose(line)))
+        self._is_staked = self._was_seen = True
+
+    def look(self, line: Line) -> None:
+        """Any rank's, before it writes: that this is the directory which the round was begun in.
+
+        Raises:
+            CheckpointError: its record was there, and is gone.
+            OSError
+        """
+        path = self._storage.join(line.directory, ROUNDS)
+        is_there = self._storage.size(path) is not None
+        if self._was_seen and not is_there:
+            raise CheckpointError(
+                f"{path} is gone, which round {line.round} has put there: the directory was unmounted, replaced or "
+                "emptied. Put it back, or start the job again to begin in what is there now"
+            )
+        self._was_seen = is_there
+
+    def renew(self, line: Line) -> None:
+        """A leader's, before it publishes: the record is ours. One that could not be written at the start is, now.
+
+        Raises:
+            CheckpointError, OSError: as those above.
+        """
+        self.look(line)
+        record = read_record(self._storage, line.directory)
+        if reason := later_round(line, record) or another_owner(line, record):
+            raise StaleRoundError(reason)
+        if not self._is_staked or record is None or record.owner is None:
+            self.stake(line)
+
+
+def whose(line: Line) -> str:
+    """The same for all managers of a job's round; a program that has no incarnation is told by its manager's nonce."""
+    return f"{line.run_id}/{line.incarnation}" if line.incarnation else line.nonce
+
+
+def later_round(line: Line, record: Record | None) -> str:
+    """Why this round may not commit any more; empty when no later one has begun."""
+    later = max((round_ for round_, _ in record.rounds), default=0) if record is not None else 0
+    if later <= line.round:
+        return ""
+    return (
+        f"round {later} has begun in {line.directory}, and this is round {line.round}: another job has been started "
+        "with this directory, or a newer round of this one. Give each job a directory of its own"
+    )
+
+
+def another_owner(line: Line, record: Record | None) -> str:
+    """The same for this round, begun by another job: both have seen the same directory before either was on record."""
+    if record is None or record.owner is None or record.owner[0] != line.round or record.owner[1] == whose(line):
+        return ""
+    return (
+        f"round {line.round} has been begun in {line.directory} by another job as well ({record.owner[1]!r}, this is "
+        f"{whose(line)!r}). Give each job a directory of its own"
+    )

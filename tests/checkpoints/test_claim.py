@@ -1,0 +1,142 @@
+"""A directory is in one round of one job: who is not its owner commits nothing, sets nothing aside, and says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints.background import CommitResult
+from checkpoints.errors import StaleRoundError
+from checkpoints.manager import CheckpointManager
+from checkpoints.rounds import read_record
+from checkpoints.storage import LocalStorage
+from tests.checkpoints.support import assert_same, small_state
+from tests.support.ranks import run_ranks
+
+
+class Refusing(LocalStorage):
+    """A file system that is read-only for a while."""
+
+    is_closed = True
+
+    def replace(self, path: str, data: bytes) -> None:
+        if self.is_closed:
+            raise OSError(30, "Read-only file system", path)
+        super().replace(path, data)
+
+
+def saved(manager: CheckpointManager, step: int) -> CommitResult:
+    manager.save(step, small_state(step))
+    result = manager.wait()
+    assert result is not None
+    return result
+
+
+def committed(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("step-*"))
+
+
+@pytest.mark.parametrize("incarnations", [("first", "second"), ("", "")], ids=["jobs", "programs"])
+def test_of_two_that_begin_at_the_same_time_one_has_all_its_steps_and_the_other_none(
+    tmp_path: Path, incarnations: tuple[str, str]
+) -> None:
+    """Both have looked before either was on record."""
+    one, two = (CheckpointManager(tmp_path, run_id=f"job{n}", incarnation=name) for n, name in enumerate(incarnations))
+    assert one.round == two.round
+    for manager in (one, two):
+        manager.restore()
+    winner, loser = (one, two) if incarnations[0] else (two, one)
+    for step in (10, 20):
+        lost = saved(loser, step)
+        assert lost.state == "failed"
+        assert "by another job as well" in (lost.error or "")
+        assert saved(winner, step).state == "committed"
+    for manager in (one, two):
+        manager.close()
+    assert not list(tmp_path.glob(".*"))
+    assert committed(tmp_path) == ["step-000000000010", "step-000000000020"]
+
+
+def test_a_job_that_comes_into_the_same_round_is_refused_once_the_first_is_on_record(tmp_path: Path) -> None:
+    first = CheckpointManager(tmp_path, round=3, run_id="job", incarnation="first")
+    first.restore()
+    with pytest.raises(StaleRoundError, match=r"round 3 has been begun .* by another job as well"):
+        CheckpointManager(tmp_path, round=3, run_id="job", incarnation="second")
+    CheckpointManager(tmp_path, round=3, run_id="job", incarnation="first").close()
+    first.close()
+
+
+def test_a_round_that_could_not_be_recorded_is_when_it_first_commits(tmp_path: Path) -> None:
+    storage = Refusing()
+    manager = CheckpointManager(tmp_path, incarnation="mine", run_id="job", storage=storage)
+    manager.restore()
+    assert read_record(storage, str(tmp_path)) is None
+    storage.is_closed = False
+    assert saved(manager, 1).state == "committed"
+    record = read_record(storage, str(tmp_path))
+    assert record is not None
+    assert (record.rounds, record.owner) == (((1, 0),), (1, "job/mine"))
+    manager.close()
+
+
+def test_a_job_that_began_while_the_directory_was_read_only_leaves_it_to_whoever_came_meanwhile(tmp_path: Path) -> None:
+    storage = Refusing()
+    early = CheckpointManager(tmp_path, round=1, incarnation="early", storage=storage)
+    early.restore()
+    late = CheckpointManager(tmp_path, round=1, incarnation="late")
+    late.restore()
+    assert saved(late, 5).state == "committed"
+    storage.is_closed = False
+    lost = saved(early, 5)
+    assert lost.state == "failed"
+    assert "by another job as well" in (lost.error or "")
+    restored = late.restore()
+    assert restored is not None
+    assert_same(restored.state, small_state(5))
+    for manager in (early, late):
+        manager.close()
+    assert committed(tmp_path) == ["step-000000000005"]
+
+
+def lose_directory(rank: int, world: int, store: Any, base: Path) -> list[tuple[str, str]]:
+    """Saves before, while and after the directory is away, as with a mount that goes and comes back."""
+    directory, away = base / "kept", base / "away"
+    manager = CheckpointManager(directory, rank=rank, world_size=world, store=store)
+    manager.restore()
+    told = []
+    for step in (1, 2, 3, 4):
+        store.set(f"ready/{step}/{rank}", "1")
+        store.wait([f"ready/{step}/{r}" for r in range(world)])
+        if step == 3 and rank == 0:
+            directory.rename(away)
+        elif step == 4 and rank == 0:
+            assert not list(directory.glob("*")) if directory.exists() else True
+            if directory.exists():
+                directory.rmdir()
+            away.rename(directory)
+        store.set(f"moved/{step}/{rank}", "1")
+        store.wait([f"moved/{step}/{r}" for r in range(world)])
+        result = saved(manager, step)
+        told.append((result.state, result.error or ""))
+    manager.close()
+    return told
+
+
+def test_a_directory_that_is_unmounted_is_not_made_anew_and_serves_again_when_it_is_back(tmp_path: Path) -> None:
+    for told in run_ranks(2, lose_directory, tmp_path):
+        assert [state for state, _ in told] == ["committed", "committed", "failed", "committed"]
+        assert "rounds.json is gone, which round 1 has put there: the directory was unmounted" in told[2][1]
+    assert committed(tmp_path / "kept") == [f"step-00000000000{step}" for step in (1, 2, 4)]
+
+
+def test_a_damaged_record_is_mended_by_the_next_commit(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, incarnation="mine")
+    manager.restore()
+    (tmp_path / "rounds.json").write_bytes(b"{")
+    assert saved(manager, 1).state == "committed"
+    record = read_record(LocalStorage(), str(tmp_path))
+    assert record is not None
+    assert record.owner == (1, "/mine")
+    manager.close()
