@@ -47,13 +47,12 @@ class Policy:
 class Background:
     """Runs commits one after the other. The exchange is this thread's while a commit is in flight."""
 
-    def __init__(self, storage: Storage, exchange: Exchange, policy: Policy) -> None:
-        self._storage, self._exchange, self._policy = storage, exchange, policy
+    def __init__(self, storage: Storage, exchange: Exchange, policy: Policy, claim: Claim) -> None:
+        self._storage, self._exchange, self._policy, self._claim = storage, exchange, policy, claim
         self._jobs: queue.SimpleQueue[tuple[Job, Line, float] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         self._thread: threading.Thread | None = None
-        self.claim = Claim(storage)
         self._groups: Groups | None = None
         self._current: tuple[Job, float] | None = None
         self._waited_seconds = 0.0
@@ -155,7 +154,7 @@ class Background:
             return Outcome(state="failed", error=str(exc))
         if self._groups != job.groups:
             return Outcome(state="failed", error="the directories of the ranks are known only now; the next save works")
-        return Commit(job, line, self._storage, self._exchange, self._policy.fence, self.claim).run()
+        return Commit(job, line, self._storage, self._exchange, self._policy.fence, self._claim).run()
 
     def _retain(self, line: Line) -> None:
         """Every group's leader prunes its own directory; that it cannot is no failure of the commit."""

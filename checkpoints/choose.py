@@ -34,13 +34,15 @@ class Candidate:
 class Offer:
     """What one rank sees: whole states, unsound checkpoints as (name, reason), and the rounds on record.
 
-    `node` is the same for ranks that see the same shared memory, and empty for a rank that has none.
+    `node` is the same for ranks that see the same shared memory, and empty for a rank that has none; `newest_round` is
+    the last one which that memory took part in.
     """
 
     candidates: tuple[Candidate, ...]
     unsound: tuple[tuple[str, str], ...]
     rounds: tuple[tuple[int, int], ...]
     node: str = ""
+    newest_round: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,22 +6,35 @@ its directory was unmounted. The record does: whoever is not its owner commits n
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from pathlib import Path
+
 from .errors import CheckpointError, StaleRoundError
 from .line import Line
 from .manifest import ROUNDS
 from .rounds import Record, read_record, record_rounds
-from .storage import Storage
+from .storage import LocalStorage, Storage
+
+logger = logging.getLogger(__name__)
 
 
 class Claim:
     """One rank's view of its directory's record. Leaders of writing groups stake it; all look for it.
 
-    Used by a manager's thread at the restore and by its background thread afterwards, never by both at a time.
+    `folder`: the node's memory, which remembers for the rounds to come in which ones it took part, and whether the
+    directory had its record then. Used by a manager's thread at the restore and by its background thread afterwards,
+    never by both at a time.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self._is_staked = self._was_seen = False
+    def __init__(self, storage: Storage, folder: Path | None) -> None:
+        self._storage, self._folder = storage, folder
+        self._is_staked, self._was_seen = False, self._read_folder().owner is not None
+
+    @property
+    def newest_round(self) -> int:
+        """The last one that this node took part in, as its memory knows; 0 for none."""
+        return max((round_ for round_, _ in self._read_folder().rounds), default=0)
 
     def stake(self, line: Line) -> None:
         """A leader's: this round is the one that the directory is in from now on.
@@ -30,27 +43,42 @@ class Claim:
 
         Raises:
             StaleRoundError: a later round is, or this one of another job.
-            OSError
+            CheckpointError, OSError: see `look`.
         """
+        self.look(line)
         record = read_record(self._storage, line.directory)
         if reason := later_round(line, record) or (line.incarnation and another_owner(line, record)):
             raise StaleRoundError(reason)
         record_rounds(self._storage, line.directory, [(line.round, line.base_step)], owner=(line.round, whose(line)))
         self._is_staked = self._was_seen = True
 
+    def note(self, line: Line) -> None:
+        """One rank's of each node, once a restore is decided: the node's memory takes part in this round."""
+        if self._folder is None:
+            return
+        with contextlib.suppress(CheckpointError):
+            self.look(line)
+        owner = (line.round, whose(line)) if self._was_seen else None
+        try:
+            record_rounds(LocalStorage(), str(self._folder), [(line.round, line.base_step)], owner=owner)
+        except OSError as exc:
+            logger.warning("round %d could not be recorded in %s: %s", line.round, self._folder, exc)
+
     def look(self, line: Line) -> None:
-        """Any rank's, before it writes: that this is the directory which the round was begun in.
+        """Any rank's, before it reads or writes: that this is the directory which the job was in before.
 
         Raises:
-            CheckpointError: its record was there, and is gone.
-            OSError
+            CheckpointError: its record was there, and is gone. Whether it can be read at all others find out.
         """
         path = self._storage.join(line.directory, ROUNDS)
-        is_there = self._storage.size(path) is not None
+        try:
+            is_there = self._storage.size(path) is not None
+        except OSError:
+            return
         if self._was_seen and not is_there:
             raise CheckpointError(
-                f"{path} is gone, which round {line.round} has put there: the directory was unmounted, replaced or "
-                "emptied. Put it back, or start the job again to begin in what is there now"
+                f"{path} was there and is gone: the directory was unmounted, replaced or emptied. Put it back, or stop "
+                "the job and start it again to begin in what is there now"
             )
         self._was_seen = is_there
 
@@ -66,6 +94,13 @@ class Claim:
             raise StaleRoundError(reason)
         if not self._is_staked or record is None or record.owner is None:
             self.stake(line)
+
+    def _read_folder(self) -> Record:
+        record = None
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                record = read_record(LocalStorage(), str(self._folder))
+        return record or Record(rounds=())
 
 
 def whose(line: Line) -> str:

@@ -19,6 +19,7 @@ import torch
 
 from .background import Background, CommitResult, Policy
 from .check import check_arguments
+from .claim import Claim
 from .commit import Job
 from .enter import enter
 from .errors import CheckpointError, CoordinationError, DisturbedError, UnsupportedStateError
@@ -116,7 +117,8 @@ class CheckpointManager:
             keep_every=keep_every,
             on_result=on_result,
         )
-        self._background = Background(self._storage, self._exchange, policy)
+        self._claim = Claim(self._storage, memory.folder if memory is not None and self._saves_to_disk else None)
+        self._background = Background(self._storage, self._exchange, policy, self._claim)
         try:
             self._line, self._past = enter(
                 self._storage, self._exchange, line, self._deadline(), has_memory=memory is not None
@@ -178,6 +180,8 @@ class CheckpointManager:
         )
         self._line = dataclasses.replace(self._line, base_step=base_step)
         if self._memory is not None:
+            if self._memory.local_rank == 0:
+                self._claim.note(self._line)
             own = restored is not None and restored.path == str(self._memory.folder)
             age = (restored.round, restored.step) if restored is not None else FREE
             self._memory.restored(age, restored.files if restored is not None and own else ())
@@ -357,7 +361,11 @@ class CheckpointManager:
         apart = self._storage.renames and not known  # an object store is shared by nature
         homes = tuple(range(world_size)) if apart else self._background.groups(world_size).leaders
         return Surroundings(
-            homes=homes, writable=known, address=functools.partial(own_address, self._store), memory=self._memory
+            homes=homes,
+            writable=known,
+            address=functools.partial(own_address, self._store),
+            memory=self._memory,
+            claim=self._claim,
         )
 
     def _sweep(self) -> None:
@@ -374,7 +382,7 @@ class CheckpointManager:
     def _record_round(self, base_step: int) -> None:
         """A leader's, once a restore is decided: what this round will not contain is void from now on."""
         try:
-            self._background.claim.stake(dataclasses.replace(self._line, base_step=base_step))
+            self._claim.stake(dataclasses.replace(self._line, base_step=base_step))
         except (OSError, CheckpointError) as exc:  # tried again before the first commit, which fails when this does
             logger.error("round %d could not be recorded in %s: %s", self._line.round, self._line.directory, exc)
 

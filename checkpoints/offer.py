@@ -60,6 +60,7 @@ def parse_offer(entry: dict[str, Any]) -> Offer:
         unsound=_pairs(entry["unsound"]),
         rounds=_pairs(entry["rounds"]),
         node=entry["node"],
+        newest_round=entry["newest_round"],
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from . import manifest as manifests
 from .choose import Tier
+from .claim import Claim
 from .copies import Plan
 from .errors import CorruptCheckpointError
 from .exchange import Exchange
@@ -43,12 +44,14 @@ class Surroundings:
         homes: of each rank on disk; ranks of one home see the same directory.
         writable: it is known who shares a directory, and that it can be written to.
         address: at which the others reach this machine.
+        claim: what is known of the directory from earlier rounds.
         memory: the node's, where it has one.
     """
 
     homes: tuple[int, ...]
     writable: bool
     address: Callable[[], str]
+    claim: Claim
     memory: MemoryTier | None = None
 
 

@@ -128,25 +128,35 @@ class Restore:
         """What this rank sees, and what keeps it from looking. Memory that cannot be read is as if it held nothing."""
         problem: str | None = None
         try:
+            self._around.claim.look(self._line)
             mine, sound = offer(self._storage, self._line.directory)
-        except OSError as exc:
+        except (OSError, CheckpointError) as exc:
             mine, sound, problem = Offer(candidates=(), unsound=(), rounds=()), {}, str(exc)
         if self._around.memory is not None and self._around.memory.problem is None:
             try:
                 mine, held = with_memory(mine, self._around.memory.folder, self._line.run_id)
+                mine = dataclasses.replace(mine, newest_round=self._around.claim.newest_round)
                 sound |= held
             except OSError as exc:
                 logger.warning("rank %d cannot read what memory holds: %s", self._line.rank, exc)
         return mine, sound, problem
 
     def _open(self, offers: list[Any]) -> dict[str, Any] | None:
-        """Rank 0: take in the offers. A rank that cannot read its directory ends it, unless memory holds a state."""
+        """Rank 0: take in the offers.
+
+        A rank that cannot read its directory ends it, unless memory holds a state and has been there in the round
+        before this one: what a round without it has committed since is not to be lost.
+        """
         self._offers = [parse_offer(entry["offer"]) for entry in offers]
         unreadable = [(rank, entry["error"]) for rank, entry in enumerate(offers) if entry["error"] is not None]
         if unreadable:
             self._unreadable = "rank {} cannot read the checkpoint directory: {}".format(*unreadable[0])
             if not any(candidate.tier == "memory" for offered in self._offers for candidate in offered.candidates):
                 return nothing_to_try((), self._unreadable, "CheckpointError")
+            newest, before = max(offered.newest_round for offered in self._offers), self._line.round - 1
+            if newest < before:
+                problem = f"{self._unreadable}; memory is of round {newest}, and round {before} may have committed more"
+                return nothing_to_try((), problem, "CheckpointError")
         self._homes = find_homes(self._offers, self._around.homes, writable=self._around.writable)
         self._copies = Copies(self._offers, self._homes)
         return None

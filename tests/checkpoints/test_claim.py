@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from checkpoints.background import CommitResult
-from checkpoints.errors import StaleRoundError
+from checkpoints.errors import CheckpointError, StaleRoundError
 from checkpoints.manager import CheckpointManager
+from checkpoints.memory import MemoryTier
 from checkpoints.rounds import read_record
 from checkpoints.storage import LocalStorage
 from tests.checkpoints.support import assert_same, small_state
@@ -127,8 +128,66 @@ def lose_directory(rank: int, world: int, store: Any, base: Path) -> list[tuple[
 def test_a_directory_that_is_unmounted_is_not_made_anew_and_serves_again_when_it_is_back(tmp_path: Path) -> None:
     for told in run_ranks(2, lose_directory, tmp_path):
         assert [state for state, _ in told] == ["committed", "committed", "failed", "committed"]
-        assert "rounds.json is gone, which round 1 has put there: the directory was unmounted" in told[2][1]
+        assert "rounds.json was there and is gone: the directory was unmounted" in told[2][1]
     assert committed(tmp_path / "kept") == [f"step-00000000000{step}" for step in (1, 2, 4)]
+
+
+def manager_with_memory(base: Path, round_: int, folder: str = "shm") -> CheckpointManager:
+    return CheckpointManager(base / "kept", round=round_, incarnation="mine", memory=MemoryTier(base / folder))
+
+
+def test_a_directory_that_went_between_two_rounds_is_not_begun_anew_and_memory_goes_on(tmp_path: Path) -> None:
+    """Its mount point is an empty directory."""
+    first = manager_with_memory(tmp_path, 1)
+    first.restore()
+    assert saved(first, 4).state == "committed"
+    first.keep(6, small_state(6))
+    first.close()
+    (tmp_path / "kept").rename(tmp_path / "away")
+    (tmp_path / "kept").mkdir()
+    second = manager_with_memory(tmp_path, 2)
+    restored = second.restore()
+    assert restored is not None
+    assert restored.step == 6
+    lost = saved(second, 8)
+    assert lost.state == "failed"
+    assert "the directory was unmounted" in (lost.error or "")
+    assert not list((tmp_path / "kept").iterdir())
+    (tmp_path / "kept").rmdir()
+    (tmp_path / "away").rename(tmp_path / "kept")
+    assert saved(second, 9).state == "committed"
+    second.close()
+    for path in (tmp_path / "shm").glob("rank-*"):
+        path.unlink()
+    (tmp_path / "kept").rename(tmp_path / "away")
+    third = manager_with_memory(tmp_path, 3)
+    with pytest.raises(CheckpointError, match=r"cannot read the checkpoint directory: .*was there and is gone"):
+        third.restore()
+    third.close()
+
+
+def test_memory_of_a_node_that_was_away_is_not_taken_while_nobody_can_see_what_was_committed_since(
+    tmp_path: Path,
+) -> None:
+    """The node was frozen in round 1; round 2 went on without it, and its checkpoints cannot be read now."""
+    for round_, folder, step in ((1, "frozen", 4), (2, "other", 9)):
+        manager = manager_with_memory(tmp_path, round_, folder)
+        manager.restore()
+        assert saved(manager, step).state == "committed"
+        manager.close()
+    (tmp_path / "kept").rename(tmp_path / "away")
+    (tmp_path / "kept").write_text("a file server that is gone")
+    third = manager_with_memory(tmp_path, 3, "frozen")
+    with pytest.raises(CheckpointError, match="memory is of round 1, and round 2 may have committed more"):
+        third.restore()
+    third.close()
+    (tmp_path / "kept").unlink()
+    (tmp_path / "away").rename(tmp_path / "kept")
+    fourth = manager_with_memory(tmp_path, 4, "frozen")
+    restored = fourth.restore()
+    assert restored is not None
+    assert restored.step == 9
+    fourth.close()
 
 
 def test_a_damaged_record_is_mended_by_the_next_commit(tmp_path: Path) -> None:
