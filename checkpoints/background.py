@@ -73,7 +73,7 @@ class Background:
     def start(self, job: Job, line: Line, stall_seconds: float) -> None:
         """Hand over a commit. When the one before is stuck beyond its deadline, this one fails at once."""
         if self.busy:
-            self._report(_result(job, Outcome(state="failed", error=job.refusal), stall_seconds))
+            self._report(line, _result(job, Outcome(state="failed", error=job.refusal), stall_seconds))
             return
         if self._thread is None:  # before it counts as busy: a thread may fail to start
             thread = threading.Thread(target=self._serve, name="checkpoint-commit", daemon=True)
@@ -136,7 +136,7 @@ class Background:
             if job.share is not None:
                 job.share.image.release()
         finally:
-            self._report(result)
+            self._report(line, result)
         if outcome.state == "committed":
             self._retain(line)
 
@@ -166,10 +166,14 @@ class Background:
         except (OSError, CheckpointError) as exc:
             logger.warning("retention in %s failed: %s", line.directory, exc)
 
-    def _report(self, result: CommitResult) -> None:
-        level = logging.INFO if result.state == "committed" else logging.ERROR
-        reason = f": {result.error}" if result.error else ""
-        logger.log(level, "step %d %s in %.3f s%s", result.step, result.state, result.write_seconds, reason)
+    def _report(self, line: Line, result: CommitResult) -> None:
+        """In words that stand alone: a program without a logging set-up shows the message and nothing else."""
+        job = f"run={line.run_id} round={line.round} " if line.run_id else ""
+        what = f"{job}rank={line.rank} checkpoint of step {result.step} {result.state}"
+        if result.state == "committed":
+            logger.info("%s in %.3f s", what, result.write_seconds)
+        else:
+            logger.error("%s: %s; training goes on, the next save tries again", what, result.error)
         if self._policy.on_result is not None:
             try:
                 self._policy.on_result(result)

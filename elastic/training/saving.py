@@ -21,7 +21,7 @@ from elastic.training.steadiness import Steadiness
 from elastic.training.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
-    from checkpoints import CheckpointManager, CommitResult, MemoryTier, Restored
+    from checkpoints import CheckpointManager, MemoryTier, Restored
     from checkpoints.memory import Sealed
     from checkpoints.storage import Storage
 
@@ -121,7 +121,7 @@ class Saver:
             keep_every=config.checkpoint_keep_every,
             commit_timeout_seconds=config.commit_timeout_seconds,
             storage=self._storage,
-            on_result=self._on_result,
+            on_result=self._session.committed,
             memory=self._memory_tier(),
         )
 
@@ -281,17 +281,3 @@ class Saver:
         """Called by the memory tier's thread."""
         self._seal_seconds = sealed.seal_seconds
         self._session.sealed(sealed)
-
-    def _on_result(self, result: CommitResult) -> None:
-        """Called by the manager's thread on every rank."""
-        self._session.committed(result)
-        if result.state != "committed":
-            logger.error(
-                "run=%s round=%s rank=%s step=%s checkpoint %s: %s; training goes on, the next save tries again",
-                self._session.run_id,
-                self._session.round,
-                self._session.rank,
-                result.step,
-                result.state,
-                result.error,
-            )
