@@ -102,26 +102,32 @@ def _main_launched(rank: int, world_size: int, store: object, flags: tuple[str, 
     return main(flags)
 
 
-def test_what_a_rank_was_killed_too_early_to_write_is_written_by_the_next_round(tmp_path: Path) -> None:
-    """As when a node is lost right after an update, which the others keep in their memory and go on from."""
+@pytest.mark.parametrize(("before", "steps"), [(1, 1), (5, 7)])
+def test_what_a_rank_was_killed_too_early_to_write_is_written_by_the_next_round(
+    tmp_path: Path, before: int, steps: int
+) -> None:
+    """As when a node is lost right after an update, which the others keep in their memory and go on from: also where
+    it was the first step, or no step is left."""
     ledger = tmp_path / "ledger"
     job = ("--samples", "50", "--global-batch", "8", "--micro-batch", "3", "--ledger", f"{ledger}")
-    train(*job, "--checkpoint-dir", f"{tmp_path}/checkpoints", "--steps", "5")
+    train(*job, "--checkpoint-dir", f"{tmp_path}/checkpoints", "--steps", f"{before}")
     *lines, last = ledger.read_text().splitlines(keepends=True)
     record = json.loads(last)
     half = {**record, "rank": 1, "samples": record["samples"][:3]}
     ledger.write_text("".join(lines) + json.dumps(half, separators=(",", ":")) + "\n")
 
-    train(*job, "--checkpoint-dir", f"{tmp_path}/checkpoints", "--steps", "7")
+    train(*job, "--checkpoint-dir", f"{tmp_path}/checkpoints", "--steps", f"{steps}")
 
-    found = audit(
-        read_ledger(ledger.read_text()).entries,
-        planned_steps(samples=50, global_batch=8, micro_batch=3, seed=0, steps=7),
-    )
+    plan = planned_steps(samples=50, global_batch=8, micro_batch=3, seed=0, steps=steps)
+    found = audit(read_ledger(ledger.read_text()).entries, plan)
     assert found.is_right and found.repeated_steps == (), found
-    assert ledger.read_text().splitlines()[5] == json.dumps(
-        {**record, "samples": record["samples"][3:]}, separators=(",", ":")
-    )
+    written = [json.loads(text) for text in ledger.read_text().splitlines()]
+    assert len(written) == steps + 1
+    assert written[before] == {**record, "samples": record["samples"][3:], "closed_by": 1}
+
+    with ledger.open("a") as file:  # it was frozen, not killed
+        file.write(json.dumps({**record, "samples": record["samples"][3:]}) + "\n")
+    assert audit(read_ledger(ledger.read_text()).entries, plan) == found
 
 
 def test_under_a_launcher_its_ranks_share_the_ledger(tmp_path: Path) -> None:
