@@ -15,6 +15,7 @@ The folder is the caller's: it makes it, says which processes of the node share 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -40,6 +41,7 @@ _MOST_SLOTS = 3
 _USABLE_SHARE = 0.9  # of what is free: loaders and collectives need shared memory too
 _INBOX_PREFIX = "received-"
 _TEXT_ROOM_BYTES = 1 << 20
+_INBOX_SECONDS = 2.0  # a gigabyte is freed in a tenth of one
 _RETRY_SECONDS = 30.0  # memory that is full may be so for a moment only
 
 
@@ -220,8 +222,7 @@ class MemoryTier:
             CheckpointError: not even two fit.
         """
         status = os.statvfs(self.folder)
-        ours = sum(path.stat().st_blocks * 512 for path in self.folder.iterdir())
-        usable = int(_USABLE_SHARE * (status.f_bavail * status.f_frsize + ours))
+        usable = int(_USABLE_SHARE * (status.f_bavail * status.f_frsize + _bytes_below(self.folder)))
         for count in range(wanted, _FEWEST_SLOTS - 1, -1):
             if count * size_bytes * self.local_world_size <= usable:
                 self._count, self._room = count, size_bytes
@@ -232,7 +233,18 @@ class MemoryTier:
             f"{usable / 1e6:.0f} MB can be had"
         )
 
+    def _await_inbox(self) -> None:
+        """Until the node's first rank has removed what came for the restore: these slots may need its room.
+
+        It does so after the restore, while its neighbours go on. What is not removed in time is counted as free all
+        the same: the slots are had before anything is written to them.
+        """
+        deadline = time.monotonic() + _INBOX_SECONDS
+        while time.monotonic() < deadline and any(self.folder.glob(f"{_INBOX_PREFIX}*")):
+            time.sleep(0.01)
+
     def _warm(self, size_bytes: int, lend: bool) -> None:
+        self._await_inbox()
         try:
             if size_bytes > self._room:
                 self._fit(size_bytes, _MOST_SLOTS if lend else _FEWEST_SLOTS)
@@ -285,6 +297,16 @@ class MemoryTier:
             state = json.dumps(snapshot.skeleton, allow_nan=False)
             return f'{json.dumps(fields)}\n{{"state": {state}, "tensors": {self._tables[1]}}}'.encode()
         return json.dumps(fields).encode()
+
+
+def _bytes_below(folder: Path) -> int:
+    """What everything there takes, in directories too. Others of the node add to it and remove from it meanwhile."""
+    total = 0
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += Path(directory, name).lstat().st_blocks * 512
+    return total
 
 
 def node_of(folder: Path) -> str:

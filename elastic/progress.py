@@ -91,7 +91,7 @@ class Progress:
     learning_rate: float = float("nan")
     grad_norm: float = float("nan")
     disk_step: int = -1  # newest step committed to disk, as far as this rank knows
-    memory_step: int = -1  # newest that this rank has sealed its share of
+    memory_step: int = -1  # newest that this rank has sealed its share of; -1 also while its memory is off
     memory_unix_time: float = 0.0
     memory_failures_total: int = 0
     memory_bytes_total: int = 0

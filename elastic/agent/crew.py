@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from elastic.agent.warden import kill_everything
 from elastic.agent.workers import Worker, WorkerPlan, Workers
 from elastic.config import JobConfig
 from elastic.errors import UsageError
-from elastic.progress import Outcome
+from elastic.progress import Outcome, Progress
 from elastic.rendezvous.round import Round
 from elastic.status import FailureStatus
 
@@ -95,7 +96,7 @@ class Crew:
         self.done = RoundActs()
         self.applied_step = -1  # of the newest round that reported one
         self.disk_step = -1  # newest ever committed
-        self.memory_step = -1
+        self.memory_step = -1  # newest that every rank of this node has in memory
         self._record_step = -1  # the highest step applied by the rounds before this one
 
     def read_progress(self) -> None:
@@ -103,9 +104,8 @@ class Crew:
         reports = [worker.progress for worker in self.workers.all]
         if in_loop := [report.step for report in reports if report.in_loop]:
             self.applied_step = max(in_loop)
-        if reports:
-            self.disk_step = max([self.disk_step, *(report.disk_step for report in reports)])
-            self.memory_step = max([self.memory_step, *(report.memory_step for report in reports)])
+        self.disk_step = max([self.disk_step, *(report.disk_step for report in reports)])
+        self.memory_step = kept_step(reports, self.memory_step)
 
     @property
     def has_progressed(self) -> bool:
@@ -275,6 +275,16 @@ class Crew:
             return failures.describe_hung(self.done.hung, self.workers.all, self._node_id)
         worker = failures.first_failure(self.failed)
         return None if worker is None else failures.describe(worker, self._node_id, self._oom_kills)
+
+
+def kept_step(reports: Sequence[Progress], before: int) -> int:
+    """The newest step that this node's memory holds whole: each rank keeps a share, and all are needed; -1: none.
+
+    Until every worker of a round is in its loop it is `before`: what the last round has left is still there.
+    """
+    if not reports or not all(report.in_loop for report in reports):
+        return before
+    return min(report.memory_step for report in reports)
 
 
 def _outcome(value: int) -> Outcome:

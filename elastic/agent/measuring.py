@@ -15,7 +15,7 @@ from elastic.metrics.history import History, point_of
 from elastic.metrics.job_record import JobRecord
 from elastic.metrics.measured import Measured, StoreTotals, WorkerReport
 from elastic.metrics.site import Target, target
-from elastic.metrics.totals import Totals
+from elastic.metrics.totals import Totals, commit_times
 from elastic.progress import Progress
 from elastic.rendezvous.membership import View
 from elastic.rendezvous.round import Node
@@ -67,10 +67,7 @@ class Measuring:
         self._record.note(status, cause=cause, is_leader=view.is_leader, now=now)
         reported = [worker.progress for worker in self._crew.workers.alive if worker.progress.pid]
         self._goodput.account.note(Seen(time=now, status=status, worker=min(reported, key=_step, default=None)))
-        self._commits = {
-            "disk": max([self._commits["disk"], *(report.commit_unix_time for report in reported)]),
-            "memory": max([self._commits["memory"], *(report.memory_unix_time for report in reported)]),
-        }
+        self._commits = commit_times([worker.progress for worker in self._crew.workers.all], self._commits)
         unix_time = time.time()
         if self._history.is_due(unix_time, status):
             self._history.note(point_of(unix_time, status, reported, self._goodput.account.whole.ratio))

@@ -92,10 +92,14 @@ class ByteLM(Task):
                 seconds = float(self._options.pace.read_text())
         return seconds / self._micro_batches
 
-    def _close_up(self, ledger: LineFile, base_step: int) -> None:
-        """Write what ranks that were killed put into the steps up to `base_step`, from which training goes on."""
+    def close_up(self, base_step: int, *, rank: int, round_number: int) -> None:
+        """Write what ranks that were killed put into the steps up to `base_step`, from which this round goes on.
+
+        Called before a round's first line, and when training is over: a round may have no step left. Rank 0 does it.
+        """
         options, first = self._options, max(1, base_step - _STEPS_LOOKED_BACK)
-        if not options.ledger.is_file():  # a pipe, /dev/null
+        is_closed_up, self._ledger_is_closed_up = self._ledger_is_closed_up, True
+        if self._ledger is None or rank or is_closed_up or not options.ledger.is_file():  # a pipe, /dev/null
             return
         plan = planned_steps(
             samples=self._samples,
@@ -105,16 +109,14 @@ class ByteLM(Task):
             steps=base_step,
             first=first,
         )
-        for entry in unwritten(read_ledger(options.ledger.read_text()).entries, plan):
+        for entry in unwritten(read_ledger(options.ledger.read_text()).entries, plan, closed_by=round_number):
             logger.info("step=%d: the samples of a rank that was killed after its update are written now", entry.step)
-            ledger.append(dataclasses.asdict(entry))
+            self._ledger.append(dataclasses.asdict(entry))
 
     def on_step(self, step: AppliedStep) -> None:
         self._pause_seconds = self._read_pause()
+        self.close_up(step.step - 1, rank=step.rank, round_number=step.round)
         if self._ledger is not None:
-            if step.rank == 0 and not self._ledger_is_closed_up:
-                self._close_up(self._ledger, step.step - 1)
-            self._ledger_is_closed_up = True
             self._ledger.append(ledger_record(step))
         if step.rank:
             return
@@ -138,6 +140,7 @@ def main(argv: Sequence[str]) -> int:
     if options.save_seconds and directory:
         storage = cast("Storage", SlowStorage(directory, options.save_seconds))
     result = Trainer(task, config, storage=storage).run()
+    task.close_up(result.step, rank=session.rank, round_number=session.round)
     if session.rank == 0 and not result.drained and task.network is not None:
         if options.parameters:
             write_parameters(options.parameters, task.network)

@@ -21,13 +21,18 @@ Sample = tuple[int, int]  # (epoch, index in the dataset)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What one rank contributed to one step in one round."""
+    """What one rank contributed to one step in one round.
+
+    A closing line is what another round wrote for ranks that could not (see `unwritten`): its rank is any that has no
+    line of its own.
+    """
 
     round: int
     step: int
     epoch: int
     rank: int
     samples: tuple[int, ...]
+    closed_by: int | None = None  # that round; None = the rank's own line
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +63,7 @@ def read_ledger(text: str) -> Ledger:
                     epoch=int(raw["epoch"]),
                     rank=int(raw["rank"]),
                     samples=tuple(int(index) for index in raw["samples"]),
+                    closed_by=int(raw["closed_by"]) if "closed_by" in raw else None,
                 )
             )
         except (ValueError, KeyError, TypeError):
@@ -97,26 +103,43 @@ def planned_steps(
     }
 
 
-def unwritten(entries: Iterable[Entry], plan: Mapping[int, Sequence[Sample]]) -> tuple[Entry, ...]:
+def unwritten(
+    entries: Iterable[Entry], plan: Mapping[int, Sequence[Sample]], *, closed_by: int = 0
+) -> tuple[Entry, ...]:
     """What ranks put into steps that training goes on from, and were killed before they could write down.
 
     An update needs the gradients of all, so whoever wrote a step proves that all had given their part. Another node
-    may have kept the step meanwhile: then nobody does it again, and its next round closes the books. A step is taken
-    for incomplete only where the one before it is complete: else the file is not one that all nodes write to.
+    may have kept the step meanwhile: then nobody does it again, and its next round, `closed_by`, closes the books.
+
+    A rank that is killed ends its round: only a round's last step may be incomplete, and the one before it is complete.
+    Else the file is not one that all nodes write to.
     """
-    rounds = _by_round(entries)
-    found = []
-    for step in sorted(plan):
-        missing = _missing(rounds.get(step, {}), plan[step])
-        if missing and step in rounds and step - 1 in plan and not _missing(rounds.get(step - 1, {}), plan[step - 1]):
-            last = max(rounds[step])
-            ranks = {entry.rank for entry in rounds[step][last]}
-            rank = next(rank for rank in itertools.count() if rank not in ranks)
-            (epoch,) = {epoch for epoch, _ in missing}
-            samples = tuple(index for _, index in missing)
-            found.append(Entry(round=last, step=step, epoch=epoch, rank=rank, samples=samples))
+    entries = tuple(entries)
+    rounds, found = _by_round(entries), []
+    ends: dict[int, int] = {}
+    for entry in entries:
+        ends[entry.round] = max(entry.step, ends.get(entry.round, 0))
+    for step in sorted(plan.keys() & rounds.keys()):
+        last, missing = max(rounds[step]), _missing(rounds[step], plan[step])
+        is_known = step == 1 or (step - 1 in plan and not _missing(rounds.get(step - 1, {}), plan[step - 1]))
+        if missing and is_known and ends[last] == step:
+            found.append(_closing(rounds[step][last], missing, closed_by))
             rounds[step][last].append(found[-1])
     return tuple(found)
+
+
+def _closing(written: Sequence[Entry], missing: Sequence[Sample], closed_by: int) -> Entry:
+    """The line about what of a step nobody has written."""
+    ranks = {entry.rank for entry in written}
+    (epoch,) = {epoch for epoch, _ in missing}
+    return Entry(
+        round=written[0].round,
+        step=written[0].step,
+        epoch=epoch,
+        rank=next(rank for rank in itertools.count() if rank not in ranks),
+        samples=tuple(index for _, index in missing),
+        closed_by=closed_by,
+    )
 
 
 def _missing(by_round: Mapping[int, Sequence[Entry]], planned: Sequence[Sample]) -> list[Sample]:
@@ -124,6 +147,16 @@ def _missing(by_round: Mapping[int, Sequence[Entry]], planned: Sequence[Sample])
     last = by_round[max(by_round)] if by_round else ()
     written = {(entry.epoch, index) for entry in last for index in entry.samples}
     return [sample for sample in planned if sample not in written]
+
+
+def _used(entries: Sequence[Entry]) -> list[Sample]:
+    """What a step used in a round. A closing line counts for what no rank has written itself.
+
+    A rank may have been frozen instead of killed, and write its line after all, or into another file.
+    """
+    written = [(entry.epoch, index) for entry in entries if entry.closed_by is None for index in entry.samples]
+    closed = {(entry.epoch, index) for entry in entries if entry.closed_by is not None for index in entry.samples}
+    return [*written, *closed.difference(written)]
 
 
 def _by_round(entries: Iterable[Entry]) -> dict[int, dict[int, list[Entry]]]:
@@ -137,10 +170,7 @@ def _by_round(entries: Iterable[Entry]) -> dict[int, dict[int, list[Entry]]]:
 def audit(entries: Iterable[Entry], plan: Mapping[int, Sequence[Sample]]) -> Audit:
     """Compare what was used with what was planned. Two entries of one rank for one step and round both count."""
     rounds = _by_round(entries)
-    counted = {
-        step: [(entry.epoch, index) for entry in by_round[max(by_round)] for index in entry.samples]
-        for step, by_round in rounds.items()
-    }
+    counted = {step: _used(by_round[max(by_round)]) for step, by_round in rounds.items()}
     expected = collections.Counter(sample for samples in plan.values() for sample in samples)
     used = collections.Counter(sample for samples in counted.values() for sample in samples)
     surplus = used - expected

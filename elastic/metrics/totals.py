@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from elastic.metrics.measured import WorkerReport, WorkerTotals
 from elastic.progress import Progress
@@ -22,6 +22,16 @@ class _Seat:
     last: WorkerReport | None = None
 
 
+def commit_times(reports: Collection[Progress], before: Mapping[str, float]) -> dict[str, float]:
+    """Unix time of the newest commit by tier; 0 = none yet.
+
+    Any rank knows of one to disk. In memory each rank keeps a share: while one keeps nothing, nothing is committed.
+    """
+    disk = max((report.commit_unix_time for report in reports), default=0.0)
+    memory = min((report.memory_unix_time for report in reports), default=0.0)
+    return {"disk": max(before["disk"], disk), "memory": max(before["memory"], memory)}
+
+
 class Totals:
     """Told of reports at each scrape, and of a worker's last one before it is forgotten."""
 
@@ -29,11 +39,13 @@ class Totals:
         self._seats = {
             local_rank: _Seat(dict.fromkeys(COUNTERS, 0), dict(NO_TIMINGS)) for local_rank in range(local_world_size)
         }
-        self.commit_times = {"disk": 0.0, "memory": 0.0}  # unix time of the newest commit by tier
+        self.commit_times = {"disk": 0.0, "memory": 0.0}
         self.damaged = 0
 
     def take(self, reports: Iterable[WorkerReport]) -> None:
         """Add what is new. A counter that fell was begun anew, so all of it is new."""
+        reports = tuple(reports)
+        self.commit_times = commit_times([report.progress for report in reports], self.commit_times)
         for report in reports:
             seat = self._seats.get(report.local_rank)
             if report.is_damaged:
@@ -47,11 +59,6 @@ class Totals:
                 now: float = getattr(report.progress, name)
                 then: float = getattr(before.progress, name) if before is not None else 0
                 seat.counters[name] += now - then if now >= then else max(now, 0)
-            for tier, time in (
-                ("disk", report.progress.commit_unix_time),
-                ("memory", report.progress.memory_unix_time),
-            ):
-                self.commit_times[tier] = max(self.commit_times[tier], time)
             for name, histogram in report.timings.items():
                 earlier = before.timings[name] if before is not None else Histogram()
                 seat.timings[name] += histogram.since(earlier)

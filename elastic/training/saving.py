@@ -77,6 +77,7 @@ class Saver:
         """
         self._config, self._session, self._storage = config, session, storage
         self._manager: CheckpointManager | None = None
+        self._tier: MemoryTier | None = None
         self._saved_step = self._kept_step = -1
         self._memory_policy = MemoryPolicy(session.memory_every or config.memory_every)
         self._memory_due = False
@@ -109,6 +110,7 @@ class Saver:
         session, config = self._session, self._config
         if self._directory is None and not self._all_have_memory():
             return
+        self._tier = self._memory_tier()
         self._manager = own_checkpoints("manager").CheckpointManager(
             self._directory,
             rank=session.rank,
@@ -122,7 +124,7 @@ class Saver:
             commit_timeout_seconds=config.commit_timeout_seconds,
             storage=self._storage,
             on_result=self._session.committed,
-            memory=self._memory_tier(),
+            memory=self._tier,
         )
 
     def restore(self, *, like: Mapping[str, Any], fingerprint: str) -> Restored | None:
@@ -150,6 +152,8 @@ class Saver:
         if restored is not None and restored.tier == "memory":
             self._kept_step = restored.step
             self._session.note(memory_step=restored.step, disk_step=restored.disk_step)
+            if self._tier is not None and self._tier.problem is not None:  # said before that, or beside it
+                self._session.note(memory_step=-1)
         elif restored is not None:
             self._saved_step = restored.step
             self._session.note(disk_step=restored.step)
@@ -170,7 +174,7 @@ class Saver:
             local_rank=self._session.memory_rank,
             local_world_size=self._session.local_world_size,
             on_sealed=self._on_sealed,
-            on_failure=lambda _: self._session.count(memory_failures_total=1),
+            on_failure=self._session.unsealed,
         )
         return tier
 

@@ -26,7 +26,7 @@ with:
 For checkpoints in memory, which a killed worker's successor goes on from, hand the manager
 
     memory=MemoryTier(session.memory_dir, local_rank=session.memory_rank, local_world_size=session.local_world_size,
-                      on_sealed=session.sealed)
+                      on_sealed=session.sealed, on_failure=session.unsealed)
 
 where `session.memory_dir` is not None, call `checkpoints.settle()` before `begin_agree`, and `checkpoints.keep(step,
 state())` after each step that is not saved.
@@ -215,6 +215,14 @@ class Session(Placement):
         """Tell the agent which step is whole in memory: `MemoryTier(..., on_sealed=session.sealed)`. Any thread."""
         self.note(memory_step=share.step, memory_unix_time=share.unix_time)
         self.count(memory_bytes_total=share.bytes)
+
+    def unsealed(self, reason: str) -> None:
+        """Tell the agent that memory is off on this rank: `MemoryTier(..., on_failure=session.unsealed)`. Any thread.
+
+        Its peers' shares alone are no state, and what it has sealed before goes with theirs. `reason` is in the log.
+        """
+        self.note(memory_step=-1)
+        self.count(memory_failures_total=1)
 
     def leave_group(self) -> None:
         """Called before `torch.distributed.destroy_process_group`."""

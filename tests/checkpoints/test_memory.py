@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,56 @@ def test_too_little_memory_is_said_once_with_sizes_and_saves_go_on(
     assert "needs 2 MB" in heard[0]
     assert "1 MB can be had" in heard[0]
     assert not list((tmp_path / "shm").glob("rank-*"))
+
+
+def test_room_that_a_restore_has_taken_for_what_peers_sent_is_free_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node's first rank removes it while its neighbours find out how much they may use."""
+    heard: list[str] = []
+    tier = MemoryTier(tmp_path, local_rank=1, local_world_size=2, on_failure=heard.append)
+    received = Path(tier.inbox("x"))
+    received.mkdir()
+    (received / "shard").write_bytes(bytes(7_500_000))
+    real, fallocate = os.statvfs, os.posix_fallocate
+    monkeypatch.setattr(os, "statvfs", lambda path: _with_free(real(path), 500_000 if received.exists() else 8_000_000))
+    monkeypatch.setattr(os, "posix_fallocate", lambda *a: _refuse() if received.exists() else fallocate(*a))
+    tier._fit(1_700_000, 2)  # of two ranks, twice each: it is going to be free
+    tier.expect(1_000_000, lend=False)  # and is waited for
+    removal = threading.Timer(0.1, shutil.rmtree, (received,))
+    removal.start()
+    tier.settle()
+    assert tier.keep(cut_state(1), mark(1), reading=False) is not None
+    tier.close()
+    removal.join()
+    assert heard == []
+
+
+def test_files_that_come_and_go_in_the_folder_are_no_reason_to_keep_nothing(tmp_path: Path) -> None:
+    """A neighbour's file may be gone between its name and its size."""
+    done = threading.Event()
+
+    def churn() -> None:
+        while not done.is_set():
+            for number in range(30):
+                (tmp_path / f"received-{number % 3}").mkdir(exist_ok=True)
+                (tmp_path / f"received-{number % 3}" / f"{number}").touch()
+                (tmp_path / f"rounds.{number}").touch()
+            for number in range(30):
+                (tmp_path / f"rounds.{number}").unlink()
+            for number in range(3):
+                shutil.rmtree(tmp_path / f"received-{number}")
+
+    neighbour = threading.Thread(target=churn)
+    neighbour.start()
+    try:
+        tier = MemoryTier(tmp_path)
+        for _ in range(300):
+            tier._fit(1000, 3)
+    finally:
+        done.set()
+        neighbour.join()
+    tier.close()
 
 
 def test_memory_that_is_full_for_a_moment_is_used_again_afterwards(

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from elastic.demo import bytelm as bytelm_module
 from elastic.demo.bytelm import ByteLM, main, parse
 from elastic.demo.ledger import audit, planned_steps, read_ledger
 from elastic.demo.outcome import last_loss, read_losses
 from elastic.errors import UsageError
 from elastic.training.task import AppliedStep
 from tests.support.plain import be_launched
-from tests.support.ranks import run_ranks
+from tests.support.ranks import KILLED, run_ranks
 
 SMALL = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--lr", "3e-3")
 
@@ -102,26 +105,61 @@ def _main_launched(rank: int, world_size: int, store: object, flags: tuple[str, 
     return main(flags)
 
 
-def test_what_a_rank_was_killed_too_early_to_write_is_written_by_the_next_round(tmp_path: Path) -> None:
-    """As when a node is lost right after an update, which the others keep in their memory and go on from."""
+@pytest.mark.parametrize(("before", "steps"), [(1, 1), (5, 7)])
+def test_what_a_rank_was_killed_too_early_to_write_is_written_by_the_next_round(
+    tmp_path: Path, before: int, steps: int
+) -> None:
+    """As when a node is lost right after an update, which the others keep in their memory and go on from: also where
+    it was the first step, or no step is left."""
     ledger = tmp_path / "ledger"
     job = ("--samples", "50", "--global-batch", "8", "--micro-batch", "3", "--ledger", f"{ledger}")
-    train(*job, "--checkpoint-dir", f"{tmp_path}/checkpoints", "--steps", "5")
+    train(*job, "--checkpoint-dir", f"{tmp_path}/checkpoints", "--steps", f"{before}")
     *lines, last = ledger.read_text().splitlines(keepends=True)
     record = json.loads(last)
     half = {**record, "rank": 1, "samples": record["samples"][:3]}
     ledger.write_text("".join(lines) + json.dumps(half, separators=(",", ":")) + "\n")
 
-    train(*job, "--checkpoint-dir", f"{tmp_path}/checkpoints", "--steps", "7")
+    train(*job, "--checkpoint-dir", f"{tmp_path}/checkpoints", "--steps", f"{steps}")
 
-    found = audit(
-        read_ledger(ledger.read_text()).entries,
-        planned_steps(samples=50, global_batch=8, micro_batch=3, seed=0, steps=7),
-    )
+    plan = planned_steps(samples=50, global_batch=8, micro_batch=3, seed=0, steps=steps)
+    found = audit(read_ledger(ledger.read_text()).entries, plan)
     assert found.is_right and found.repeated_steps == (), found
-    assert ledger.read_text().splitlines()[5] == json.dumps(
-        {**record, "samples": record["samples"][3:]}, separators=(",", ":")
-    )
+    written = [json.loads(text) for text in ledger.read_text().splitlines()]
+    assert len(written) == steps + 1
+    assert written[before] == {**record, "samples": record["samples"][3:], "closed_by": 1}
+
+    with ledger.open("a") as file:  # it was frozen, not killed
+        file.write(json.dumps({**record, "samples": record["samples"][3:]}) + "\n")
+    assert audit(read_ledger(ledger.read_text()).entries, plan) == found
+
+
+def _main_on_nodes(
+    rank: int, world_size: int, store: object, folder: str, round_: int, dies: bool, flags: tuple[str, ...]
+) -> int | None:
+    """Each rank is a node with a memory of its own; `dies`: rank 1, between its first update and its line."""
+    be_launched(rank, world_size, store)
+    memory = f"{folder}/node-{rank}"
+    os.environ.update(ELASTICD_ROUND=f"{round_}", ELASTICD_MEMORY_DIR=memory, ELASTICD_MEMORY_EVERY="1")
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    if dies and rank == 1:
+        bytelm_module.ledger_record = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
+    try:
+        return main(flags)
+    except RuntimeError:
+        return None  # its peer was killed
+
+
+def test_a_node_killed_between_the_last_update_and_its_line_has_lost_no_sample(tmp_path: Path) -> None:
+    """The other one has kept that step, and no step is left to train."""
+    job = ("--samples", "50", "--global-batch", "8", "--micro-batch", "4", "--steps", "1")
+    flags = (*SMALL, *job, "--ledger", f"{tmp_path}/ledger")
+    runs = run_ranks(2, _main_on_nodes, f"{tmp_path}", 1, True, flags, may_die=True, timeout_seconds=100)
+    assert runs == [None, KILLED]
+    assert run_ranks(2, _main_on_nodes, f"{tmp_path}", 2, False, flags, timeout_seconds=100) == [0, 0]
+    ledger = read_ledger((tmp_path / "ledger").read_text())
+    found = audit(ledger.entries, planned_steps(samples=50, global_batch=8, micro_batch=4, seed=0, steps=1))
+    assert found.is_right, found
+    assert [(entry.round, entry.rank, entry.closed_by) for entry in ledger.entries] == [(1, 0, None), (1, 1, 2)]
 
 
 def test_under_a_launcher_its_ranks_share_the_ledger(tmp_path: Path) -> None:

@@ -119,6 +119,19 @@ def test_the_same_world_has_the_same_series_after_any_churn(node: Node) -> None:
     assert all(keys == seen[0] for keys in seen)
 
 
+def test_a_commit_in_memory_needs_every_rank_and_one_to_disk_is_known_by_any(node: Node) -> None:
+    name, seen = "checkpoint_last_commit_timestamp_seconds", []
+    for times in ((100.0, 0.0), (150.0, 101.0), (201.0, 200.0)):
+        node.start_round()
+        for writer, time in zip(node.writers.values(), times, strict=True):
+            writer.update(commit_unix_time=time, memory_unix_time=time)
+        series = node.scrape()
+        seen.append(series.get((f"elasticd_{name}", (("tier", "memory"),))))
+        assert value(series, name, tier="disk") == max(times)
+        node.end_round()
+    assert seen == [None, 101.0, 200.0]
+
+
 def test_a_damaged_block_costs_its_series_and_is_counted(node: Node) -> None:
     node.start_round()
     for local_rank in range(2):

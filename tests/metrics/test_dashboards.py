@@ -85,7 +85,8 @@ def test_every_rule_names_metrics_that_are_exported_or_recorded() -> None:
 def test_selectors_ask_for_labels_and_values_that_exist(tmp_path: Path) -> None:
     node = Node(tmp_path)
     node.start_round()
-    node.writers[0].update(weights_bytes=1, disk_step=1, memory_unix_time=1.0, commit_unix_time=1.0)
+    for writer in node.writers.values():
+        writer.update(weights_bytes=1, disk_step=1, memory_unix_time=1.0, commit_unix_time=1.0)
     seen = {(name, label, value) for name, labels in node.scrape() for label, value in labels}
     node.end_round()
     wanted = labels_in("\n".join([*queries(), dashboards.shipped()[RULES]]))

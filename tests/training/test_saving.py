@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints.restore import Restored
 from elastic import progress
 from elastic.progress import Outcome
 from elastic.training.environment import Every, WorkerEnvironment
@@ -21,6 +23,7 @@ from elastic.training.saving import SavePolicy, Saver
 from elastic.training.session import Session
 from elastic.training.state import is_sharded
 from elastic.training.trainer import AppliedStep, Trainer, TrainerConfig
+from tests.support.job import wait_for
 from tests.support.ranks import KILLED, run_ranks
 from tests.training.worlds import SentenceTask, make_session
 
@@ -271,6 +274,79 @@ def test_a_killed_worker_costs_one_step_at_most_and_the_end_is_bit_equal(
         used = runs[0][1]
     assert digests[9] == straight[0][-1]
     assert used == list(range(runs[0][2] + 1, 10))  # no step is left out
+
+
+def test_a_rank_that_cannot_keep_its_share_says_so_and_its_node_has_no_step_in_memory(tmp_path: Path) -> None:
+    """Directories where its slots should be; its peer goes on sealing."""
+    for number in range(3):
+        (tmp_path / "shm" / f"rank-1-slot-{number}").mkdir(parents=True)
+    config = TrainerConfig(global_batch_size=8, micro_batch_size=2, steps=5)
+    runs = run_ranks(2, _train_with_memory, Dying(), config, str(tmp_path), 1)
+    assert [run[3] for run in runs] == [5, -1]
+
+
+def test_a_step_that_was_restored_or_kept_is_safe_in_memory_until_that_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress.create(tmp_path / "block")
+    agent = progress.ProgressReader(tmp_path / "block")
+
+    def memory_step() -> int:
+        report = agent.read()
+        assert report is not None
+        return report.memory_step
+
+    def restored() -> Saver:
+        saver = Saver(CONFIG, Session(environment))
+        saver.open()
+        saver.restore(like=state, fingerprint="")
+        return saver
+
+    environment = WorkerEnvironment(memory_dir=str(tmp_path / "shm"), progress_path=str(tmp_path / "block"))
+    state = {"w": torch.zeros(100_000)}
+    with restored() as saver:
+        assert memory_step() == -1
+        saver.keep(7, lambda: state, samples=0, fingerprint="")
+    with restored():
+        assert memory_step() == 7
+    with monkeypatch.context() as full:
+        full.setattr(os, "posix_fallocate", _refuse)
+        with restored() as saver:
+            wait_for(lambda: memory_step() == -1, seconds=10.0, what="the tier warms its slots, in vain")
+            saver.keep(8, lambda: state, samples=0, fingerprint="")
+            assert memory_step() == -1
+            full.undo()
+            assert saver._tier is not None
+            saver._tier._retry_at = 0.0
+            saver.keep(9, lambda: state, samples=0, fingerprint="")
+            saver.settle()
+            assert memory_step() == 9
+            full.setattr(os, "posix_fallocate", _refuse)
+            saver.keep(10, lambda: {"w": torch.zeros(200_000)}, samples=0, fingerprint="")
+            assert memory_step() == -1
+
+
+def test_a_tier_that_is_off_before_the_restore_keeps_nothing_safe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new node's folder cannot be made, and a peer sends it the state."""
+    progress.create(tmp_path / "block")
+    session = Session(WorkerEnvironment(memory_dir=str(tmp_path / "shm"), progress_path=str(tmp_path / "block")))
+    saver = Saver(CONFIG, session)
+    saver.open()
+    assert saver._manager is not None
+    assert saver._tier is not None
+    sent = Restored(step=7, round=1, base_step=0, samples=0, state={}, path="", skipped=(), tier="memory", disk_step=3)
+    monkeypatch.setattr(saver._manager, "restore", lambda *_, **__: sent)
+    saver._tier.problem = "no room"
+    saver.restore(like={}, fingerprint="")
+    told = progress.ProgressReader(tmp_path / "block").read()
+    assert told is not None
+    assert (told.memory_step, told.disk_step) == (-1, 3)
+
+
+def _refuse(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_sharded_optimizer_is_said_not_to_be_kept(caplog: pytest.LogCaptureFixture) -> None:
