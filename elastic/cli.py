@@ -146,7 +146,7 @@ def _status(options: argparse.Namespace) -> int:
 def _drain(options: argparse.Namespace) -> int:
     from elastic.cli_status import drain_agent
 
-    return drain_agent(os.environ, run_id=options.run_id, pid=options.pid)
+    return drain_agent(os.environ, run_id=options.run_id, pid=options.pid, wait=options.wait)
 
 
 def _profile(options: argparse.Namespace) -> int:
@@ -211,6 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     status.set_defaults(handler=_status)
 
     drain = commands.add_parser("drain", description="Ask an agent to save at the next step and stop, as SIGTERM does.")
+    drain.add_argument("--wait", action="store_true", help="until the agent has ended; an interrupt leaves it draining")
     drain.set_defaults(handler=_drain)
     profile = commands.add_parser(
         "profile",

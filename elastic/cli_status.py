@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from elastic.metrics.client import FoundAgent
 from elastic.status import FailureStatus, JobStatus
 
 _REFRESH_SECONDS = 1.0
+_LOOK_SECONDS = 0.1
 
 
 def show_status(environ: Mapping[str, str], options: argparse.Namespace) -> int:
@@ -61,14 +63,36 @@ def show_job(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             time.sleep(_REFRESH_SECONDS)
 
 
-def drain_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | None) -> int:
-    """SIGTERM to the one agent that is meant. Raises: UsageError when that is not clear."""
+def drain_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | None, wait: bool) -> int:
+    """Have the one agent that is meant save and stop; asked again it says how far it is.
+
+    `wait`: until its process has ended. Raises: UsageError when it is not clear who is meant.
+    """
     agent = the_agent(environ, run_id=run_id, pid=pid)
     if agent is None:
         return int(ExitCode.FAILED)
-    client.drain(agent)
-    print(f"asked agent {agent.pid} of job {agent.status.run_id} to drain")
+    draining = client.drain(agent)
+    bound = "" if draining.seconds is None else f", which may take up to {math.ceil(draining.seconds)} s"
+    if draining.already:
+        print(f"agent {agent.pid} of job {agent.status.run_id} drains already{bound}", flush=True)
+    else:
+        print(f"asked agent {agent.pid} of job {agent.status.run_id} to drain{bound}", flush=True)
+    if wait:
+        last = _wait_for_end(agent)
+        outcome = f" ({last.outcome})" if last.outcome else ""
+        print(f"it has ended{outcome}, its log says how; newest committed step: {shown(last.checkpoint.disk_step)}")
     return int(ExitCode.SUCCEEDED)
+
+
+def _wait_for_end(agent: FoundAgent) -> JobStatus:
+    """Until its process is gone, however long that takes. Returns the last that it answered."""
+    from elastic.rendezvous.identity import start_time
+
+    last, began = agent.status, start_time(agent.pid)
+    while began is not None and start_time(agent.pid) == began:  # another one may get its pid
+        last = client.ask(agent) or last
+        time.sleep(_LOOK_SECONDS)
+    return last
 
 
 def the_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | None) -> FoundAgent | None:

@@ -98,7 +98,7 @@ def run_job(config: JobConfig) -> int:
             metrics=metrics.text,
             points=measuring.points,
             targets=measuring.targets,
-            controls={"/profile": profiles.answer},
+            controls={"/profile": profiles.answer, "/drain": agent.orders.answer},
         )
         server = StatusServer(tcp, socket_path(instance.folder.parent, os.getpid()), site, access)
         stack.enter_context(contextlib.closing(server))

@@ -198,7 +198,9 @@ def test_drain_asks_the_one_agent_that_is_meant(elasticd: Any, start_agent: Any)
     done = elasticd("drain", "--run-id", "a")
     assert (done.returncode, done.stdout) == (0, f"asked agent {first.pid} of job a to drain\n")
     assert first.wait(10) == 143
-    assert elasticd("drain", "--pid", str(second.pid)).returncode == 0
+    done = elasticd("drain", "--pid", str(second.pid), "--wait")
+    assert done.returncode == 0
+    assert "it has ended, its log says how; newest committed step: -\n" in done.stdout
     assert second.wait(10) == 143
 
 
