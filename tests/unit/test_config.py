@@ -451,6 +451,10 @@ def test_a_wrong_variable_is_refused_by_name(variables: dict[str, str], message:
         (["--rdzv-backend", "c10d"], "--rdzv-backend=c10d"),
         (["--etcd-user", "u"], "--etcd-user=u"),
         (["--no-standby", "--preload", "json"], "--preload="),
+        (
+            [*ETCD, "--rdzv-conf", "lease_ttl=2"],
+            "--rdzv-conf=lease_ttl=2 has no effect here: its keys are flags",
+        ),
     ],
 )
 def test_a_flag_without_effect_says_so_once(flags: list[str], name: str, caplog: pytest.LogCaptureFixture) -> None:
