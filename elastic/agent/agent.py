@@ -29,6 +29,7 @@ from elastic.agent.joining import Joining
 from elastic.agent.mailbox import Mailbox, Readable, Request, SignalReceived
 from elastic.agent.measuring import Measuring
 from elastic.agent.orders import Orders
+from elastic.agent.sessions import Sessions
 from elastic.agent.story import Story
 from elastic.agent.systemd import Notifier
 from elastic.agent.torch_view import fill_group
@@ -82,6 +83,7 @@ class Agent(ElasticAgent):
         self._guard = guard
         self._story = Story(crew)
         self._hangs = HangWatch(crew, config)
+        self.sessions = Sessions(config)
         self.orders = Orders(config=config, crew=crew, membership=membership, mailbox=mailbox)
         self._joining = Joining(crew=crew, membership=membership, patience_seconds=config.join_timeout_seconds)
         self._done = False
@@ -157,6 +159,7 @@ class Agent(ElasticAgent):
         """Observe, decide, act, tell."""
         now = time.monotonic()
         self._crew.read_progress()
+        self.sessions.look(self._crew.workers.all, now)
         self._story.look_for_progress()  # before what has ended begins an incident of its own
         self._take(events)
         self._membership.pump(now)

@@ -101,7 +101,7 @@ def test_a_script_without_a_session_gets_sigterm_not_the_drain_grace_and_is_not_
         job.signal(signal.SIGTERM)
         job.wait_status(lambda s: s["state"] == "draining")
         assert job.wait(15) == 143, job.output
-        assert "only they know what they have saved" in job.output
+        assert "the job was stopped; none of its workers had opened a session yet" in job.output
 
 
 def test_quit_writes_every_workers_stacks_into_its_log_and_stops(tmp_path: Path) -> None:
