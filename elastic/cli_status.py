@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from elastic.cli_table import shown, table
+from elastic.cli_table import brief, shown, table
 from elastic.errors import ExitCode, UsageError
 from elastic.metrics import client
 from elastic.metrics.client import FoundAgent
@@ -18,6 +18,7 @@ from elastic.status import FailureStatus, JobStatus
 
 _REFRESH_SECONDS = 1.0
 _LOOK_SECONDS = 0.1
+_LINE_CHARACTERS, _CELL_CHARACTERS = 110, 60  # of a cause; --json has it whole
 
 
 def show_status(environ: Mapping[str, str], options: argparse.Namespace) -> int:
@@ -102,8 +103,9 @@ def the_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | None
         print(_none_found(run_id, pid), file=sys.stderr)
         return None
     if len(agents) > 1:
-        names = ", ".join(f"{agent.status.run_id} (pid {agent.pid})" for agent in agents)
-        raise UsageError(f"several agents on this host: {names}; choose one by --rdzv-id or --pid")
+        nodes = [f"pid {agent.pid}: node {agent.status.node_id} of job {agent.status.run_id}" for agent in agents]
+        by = "--rdzv-id or --pid" if len({agent.status.run_id for agent in agents}) > 1 else "--pid"
+        raise UsageError(f"several agents on this host, choose one by {by}: {'; '.join(nodes)}")
     return agents[0]
 
 
@@ -152,7 +154,7 @@ def render(status: JobStatus, pid: int | None) -> str:
         f"job {status.run_id}: {status.state}{outcome}, round {status.round}, world size {status.world_size}{begin}",
     ]
     if status.cause:
-        lines += [f"round {status.round}: {status.cause}"]
+        lines += [f"round {status.round}: {brief(status.cause, _LINE_CHARACTERS)}"]
     if pid is None:
         lines += [f"incarnation {status.incarnation}, restarts used: {status.restarts.used}"]
         pages = "".join(f", {node.node_id} http://{node.http}/" for node in status.nodes if node.http)
@@ -196,7 +198,7 @@ def _render_incidents(status: JobStatus) -> str:
     rows = [
         (
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(incident.time)),
-            incident.cause,
+            brief(incident.cause, _CELL_CHARACTERS),
             incident.round,
             incident.lost_steps,
             *(getattr(incident.seconds, phase) for phase in phases),

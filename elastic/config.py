@@ -20,6 +20,7 @@ from typing import Any, Literal
 from elastic import rules, values
 from elastic.errors import UsageError
 from elastic.flags import Given, collect
+from elastic.status import plural
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +212,9 @@ def _workers_per_node(given: Given) -> int:
         )
     shown = given["local_ranks_filter"]
     if shown and (beyond := [rank for rank in map(int, shown.split(",")) if rank >= workers]):
-        raise UsageError(f"{given.named('local_ranks_filter')}: no local rank {beyond[0]} among {workers} workers")
+        raise UsageError(
+            f"{given.named('local_ranks_filter')}: no local rank {beyond[0]} among {plural(workers, 'worker')}"
+        )
     return workers
 
 

@@ -193,7 +193,14 @@ def test_watch_ends_with_the_agent(environ: dict[str, str], start_agent: Any) ->
 
 def test_drain_asks_the_one_agent_that_is_meant(elasticd: Any, start_agent: Any) -> None:
     first, second = start_agent("a"), start_agent("b")
-    assert_one_line(elasticd("drain"), 2, "several agents .*--rdzv-id or --pid")
+    assert_one_line(elasticd("drain"), 2, f"by --rdzv-id or --pid: .*pid {first.pid}: node n of job a.*")
+    third = start_agent("a")
+    choice = (
+        f"several agents on this host, choose one by --pid: pid {first.pid}: node n of job a; pid {third.pid}: node n"
+    )
+    assert_one_line(elasticd("drain", "--rdzv-id", "a"), 2, choice)
+    third.kill()
+    third.wait()
     assert first.poll() is None
     done = elasticd("drain", "--run-id", "a")
     assert (done.returncode, done.stdout) == (0, f"asked agent {first.pid} of job a to drain\n")
