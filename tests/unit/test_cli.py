@@ -126,6 +126,16 @@ def test_wrong_usage_is_one_line_and_exit_2(
     assert_one_line(subprocess.CompletedProcess(argv, code, shown.out, shown.err), 2, message)
 
 
+def test_a_mistyped_command_is_answered_with_those_for_people(
+    in_process: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["statu"]) == 2
+    said = capsys.readouterr().err
+    assert "'statu'" in said
+    assert "status" in said.replace("'statu'", "")
+    assert "give-back" not in said
+
+
 def test_the_process_ends_with_the_exit_code_of_the_error(elasticd: Any) -> None:
     assert_one_line(elasticd("run", "gone.py"), 2, r"script 'gone\.py' does not exist")
 
