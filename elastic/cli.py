@@ -96,6 +96,8 @@ def _dispatch(arguments: list[str]) -> int:
         return int(demo(rest))
     if command == "doctor":
         return _doctor(rest)
+    if arguments == ["give-back"]:
+        return _give_back()
     options = _parser().parse_args(arguments)
     log_to_stderr()
     return int(options.handler(options))
@@ -146,7 +148,7 @@ def _status(options: argparse.Namespace) -> int:
 def _drain(options: argparse.Namespace) -> int:
     from elastic.cli_status import drain_agent
 
-    return drain_agent(os.environ, run_id=options.run_id, pid=options.pid)
+    return drain_agent(os.environ, run_id=options.run_id, pid=options.pid, wait=options.wait)
 
 
 def _profile(options: argparse.Namespace) -> int:
@@ -182,7 +184,9 @@ def _uninstall(options: argparse.Namespace) -> int:
     return uninstall(options)
 
 
-def _give_back(_options: argparse.Namespace) -> int:
+def _give_back() -> int:
+    """Run by the unit: free what a killed agent still holds. The parser, which is for people, knows nothing of it."""
+    log_to_stderr()
     from elastic.agent.give_back import give_back
     from elastic.runtime import runtime_dir
 
@@ -211,6 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     status.set_defaults(handler=_status)
 
     drain = commands.add_parser("drain", description="Ask an agent to save at the next step and stop, as SIGTERM does.")
+    drain.add_argument("--wait", action="store_true", help="until the agent has ended; an interrupt leaves it draining")
     drain.set_defaults(handler=_drain)
     profile = commands.add_parser(
         "profile",
@@ -259,8 +264,6 @@ def _add_service_commands(commands: argparse._SubParsersAction[_Parser]) -> None
     uninstall.set_defaults(handler=_uninstall)
     for parser in (install, uninstall):
         parser.add_argument("--root", type=Path, metavar="DIR", help="work on an image's tree, start and stop nothing")
-    give_back = commands.add_parser("give-back", description="Run by the unit: free what a killed agent still holds.")
-    give_back.set_defaults(handler=_give_back)
 
 
 def _add_checkpoint_actions(parser: argparse.ArgumentParser) -> None:

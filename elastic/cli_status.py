@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
 
-from elastic.cli_table import shown, table
+from elastic.cli_table import brief, shown, table
 from elastic.errors import ExitCode, UsageError
 from elastic.metrics import client
 from elastic.metrics.client import FoundAgent
 from elastic.status import FailureStatus, JobStatus
 
 _REFRESH_SECONDS = 1.0
+_LOOK_SECONDS = 0.1
+_LINE_CHARACTERS, _CELL_CHARACTERS = 110, 60  # of a cause; --json has it whole
 
 
 def show_status(environ: Mapping[str, str], options: argparse.Namespace) -> int:
@@ -61,14 +64,36 @@ def show_job(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             time.sleep(_REFRESH_SECONDS)
 
 
-def drain_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | None) -> int:
-    """SIGTERM to the one agent that is meant. Raises: UsageError when that is not clear."""
+def drain_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | None, wait: bool) -> int:
+    """Have the one agent that is meant save and stop; asked again it says how far it is.
+
+    `wait`: until its process has ended. Raises: UsageError when it is not clear who is meant.
+    """
     agent = the_agent(environ, run_id=run_id, pid=pid)
     if agent is None:
         return int(ExitCode.FAILED)
-    client.drain(agent)
-    print(f"asked agent {agent.pid} of job {agent.status.run_id} to drain")
+    draining = client.drain(agent)
+    bound = "" if draining.seconds is None else f", which may take up to {math.ceil(draining.seconds)} s"
+    if draining.already:
+        print(f"agent {agent.pid} of job {agent.status.run_id} drains already{bound}", flush=True)
+    else:
+        print(f"asked agent {agent.pid} of job {agent.status.run_id} to drain{bound}", flush=True)
+    if wait:
+        last = _wait_for_end(agent)
+        outcome = f" ({last.outcome})" if last.outcome else ""
+        print(f"it has ended{outcome}, its log says how; newest committed step: {shown(last.checkpoint.disk_step)}")
     return int(ExitCode.SUCCEEDED)
+
+
+def _wait_for_end(agent: FoundAgent) -> JobStatus:
+    """Until its process is gone, however long that takes. Returns the last that it answered."""
+    from elastic.rendezvous.identity import start_time
+
+    last, began = agent.status, start_time(agent.pid)
+    while began is not None and start_time(agent.pid) == began:  # another one may get its pid
+        last = client.ask(agent) or last
+        time.sleep(_LOOK_SECONDS)
+    return last
 
 
 def the_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | None) -> FoundAgent | None:
@@ -78,8 +103,9 @@ def the_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | None
         print(_none_found(run_id, pid), file=sys.stderr)
         return None
     if len(agents) > 1:
-        names = ", ".join(f"{agent.status.run_id} (pid {agent.pid})" for agent in agents)
-        raise UsageError(f"several agents on this host: {names}; choose one by --rdzv-id or --pid")
+        nodes = [f"pid {agent.pid}: node {agent.status.node_id} of job {agent.status.run_id}" for agent in agents]
+        by = "--rdzv-id or --pid" if len({agent.status.run_id for agent in agents}) > 1 else "--pid"
+        raise UsageError(f"several agents on this host, choose one by {by}: {'; '.join(nodes)}")
     return agents[0]
 
 
@@ -128,7 +154,7 @@ def render(status: JobStatus, pid: int | None) -> str:
         f"job {status.run_id}: {status.state}{outcome}, round {status.round}, world size {status.world_size}{begin}",
     ]
     if status.cause:
-        lines += [f"round {status.round}: {status.cause}"]
+        lines += [f"round {status.round}: {brief(status.cause, _LINE_CHARACTERS)}"]
     if pid is None:
         lines += [f"incarnation {status.incarnation}, restarts used: {status.restarts.used}"]
         pages = "".join(f", {node.node_id} http://{node.http}/" for node in status.nodes if node.http)
@@ -172,7 +198,7 @@ def _render_incidents(status: JobStatus) -> str:
     rows = [
         (
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(incident.time)),
-            incident.cause,
+            brief(incident.cause, _CELL_CHARACTERS),
             incident.round,
             incident.lost_steps,
             *(getattr(incident.seconds, phase) for phase in phases),

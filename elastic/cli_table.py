@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
+
+_PLACE = re.compile(r"\[\S+\.(?:cc|cpp|cu|h|hpp):\d+\]\s*")  # [/__w/pytorch/.../tcp/pair.cc:547]
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -23,6 +26,12 @@ def shown(cell: Any) -> str:
     if cell is None:
         return "-"
     return f"{cell:.3f}" if isinstance(cell, float) else str(cell)
+
+
+def brief(cause: str, most: int) -> str:
+    """For a line or a cell: without where in its C++ sources torch has found the error, and not longer than `most`."""
+    text = " ".join(_PLACE.sub("", cause).split())
+    return text if len(text) <= most else text[: most - 3].rstrip() + "..."
 
 
 def human_bytes(count: int | None) -> str | None:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from elastic import rules, values
 from elastic.errors import UsageError
 from elastic.flags import Given, collect
+from elastic.status import plural
 
 logger = logging.getLogger(__name__)
 
@@ -138,13 +139,15 @@ class JobConfig:
         return max(self.drain_grace_seconds, self.shutdown_timeout_seconds)
 
 
-def load(argv: Sequence[str], environ: Mapping[str, str]) -> JobConfig:
+def load(argv: Sequence[str], environ: Mapping[str, str], *, root: Path | None = None) -> JobConfig:
     """The settings of `elasticd run` from its arguments, PET_* variables and the job file, checked.
+
+    `root`: the tree of an image in which the job is to run; what its paths name is looked for there.
 
     Raises: UsageError, of one line, for the first thing that is wrong. Logs each flag that has no effect here.
     """
     given = collect(argv, environ)
-    rules.check(given, environ)
+    rules.check(given if root is None else _within(given, root), environ)
     low, high = given["nnodes"]
     host, port = given["http"]
     many = rules.backend(given) == "etcd3"
@@ -171,6 +174,21 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> JobConfig:
         nccl=_nccl(given, environ),
         **{key: given[key] for key in _AS_THEY_ARE},
     )
+
+
+def _within(given: Given, root: Path) -> Given:
+    """With its paths below `root`, for the rules to look at."""
+    script = given["training_script"] or ""
+    is_path = not given["module"] and ("/" in script or not given["no_python"])  # else it is looked for
+    keys = (*_PATHS, "training_script") if is_path else _PATHS
+    paths = {key: below(root, given[key]) for key in keys if given[key] and "://" not in given[key]}
+    return dataclasses.replace(given, values={**given.values, **paths})
+
+
+def below(root: Path, path: str) -> str:
+    """Where a path of an image lies on this host; a relative one begins in the current directory."""
+    place = Path(path).absolute()
+    return str(place if place.is_relative_to(root) else root / place.relative_to("/"))
 
 
 def shared_settings(config: JobConfig) -> str:
@@ -211,7 +229,9 @@ def _workers_per_node(given: Given) -> int:
         )
     shown = given["local_ranks_filter"]
     if shown and (beyond := [rank for rank in map(int, shown.split(",")) if rank >= workers]):
-        raise UsageError(f"{given.named('local_ranks_filter')}: no local rank {beyond[0]} among {workers} workers")
+        raise UsageError(
+            f"{given.named('local_ranks_filter')}: no local rank {beyond[0]} among {plural(workers, 'worker')}"
+        )
     return workers
 
 

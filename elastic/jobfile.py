@@ -23,6 +23,7 @@ else:
 
 _TARGET_KEYS = ("script", "module", "args")
 _NCCL = "nccl"
+_SHOWN_CHARACTERS = 100  # of a line that cannot be read
 # Options whose text is more than a number, but for which a bare number is what everybody writes first.
 _INTEGER_TOO = frozenset(
     {"nnodes", "nproc_per_node", "checkpoint_every", "memory_every", "redirects", "tee", "local_ranks_filter", "http"}
@@ -65,7 +66,16 @@ def _parse(path: Path) -> dict[str, Any]:
         line = exc.object[: exc.start].count(b"\n") + 1
         raise UsageError(f"job file {path} is not UTF-8 (line {line}): save it as UTF-8") from exc
     except tomllib.TOMLDecodeError as exc:
-        raise UsageError(f"job file {path} is not valid TOML: {exc}") from exc
+        raise UsageError(f"job file {path} is not valid TOML: {exc}{_place(str(exc), text)}") from exc
+
+
+def _place(error: str, text: str) -> str:
+    """The line that the parser could not read, and what is mostly wrong with it."""
+    at = re.search(r"at line (\d+)", error)
+    line = text.split("\n")[int(at[1]) - 1].strip()[:_SHOWN_CHARACTERS] if at else ""
+    shown = f": {line if line.isprintable() else repr(line)}" if line else ""
+    unquoted = error.startswith(("Invalid value", "Expected newline"))
+    return shown + ('; strings and times are written in quotes: hang_timeout = "10m"' if unquoted else "")
 
 
 def _refuse_nul(path: Path, table: Mapping[str, Any]) -> None:

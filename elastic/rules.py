@@ -31,6 +31,7 @@ _NO_EFFECT = {
     "event_log_handler": "events are in the log, /status and the metrics",
     "signals_to_handle": "TERM, INT, QUIT, HUP and USR1 have a fixed meaning, see --usr1",
 }
+_CONF_FLAGS = "--lease-ttl, --last-call, --settle, --join-timeout, --node-id, --etcd-ca, -cert, -key and -user"
 _ETCD_ONLY = ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user")
 _NAME = re.compile(r"[^\s/\x00-\x1f\x7f]{1,128}")
 
@@ -266,6 +267,8 @@ def _say_what_has_no_effect(given: Given) -> None:
         for key in ("master_addr", "master_port"):
             if given.explicit(key):
                 logger.warning("%s has no effect: each round chooses its store's host and port", given.named(key))
+        if given["rdzv_conf"]:
+            logger.warning("%s has no effect here: its keys are flags, %s", given.named("rdzv_conf"), _CONF_FLAGS)
         return
     for key in ("rdzv_backend", "rdzv_endpoint", "rdzv_conf"):
         if given.explicit(key) and given[key] not in ("", "standalone"):

@@ -23,11 +23,13 @@ from torch.distributed.elastic.agent.server.api import (
 
 from elastic.agent import guard as guards
 from elastic.agent.crew import Crew
-from elastic.agent.decide import Act, Action, Asked, Observation, decide
+from elastic.agent.decide import Act, Action, Observation, decide
 from elastic.agent.hang_watch import HangWatch
 from elastic.agent.joining import Joining
 from elastic.agent.mailbox import Mailbox, Readable, Request, SignalReceived
 from elastic.agent.measuring import Measuring
+from elastic.agent.orders import Orders
+from elastic.agent.sessions import Sessions
 from elastic.agent.story import Story
 from elastic.agent.systemd import Notifier
 from elastic.agent.torch_view import fill_group
@@ -48,7 +50,6 @@ _STATUS_SECONDS = 2.0
 _PASSES_PER_TTL = 6
 _PASSES_PER_WATCHDOG = 4
 _ACTS_PER_PASS = 8
-_STACKS_SECONDS = 0.2
 _REAP_SECONDS = 5.0  # a script may leave any number of orphans behind while it runs
 _OUTCOMES: dict[ExitCode, JobOutcome] = {
     ExitCode.SUCCEEDED: "succeeded",
@@ -82,7 +83,8 @@ class Agent(ElasticAgent):
         self._guard = guard
         self._story = Story(crew)
         self._hangs = HangWatch(crew, config)
-        self._asked = Asked.NOTHING
+        self.sessions = Sessions(config)
+        self.orders = Orders(config=config, crew=crew, membership=membership, mailbox=mailbox)
         self._joining = Joining(crew=crew, membership=membership, patience_seconds=config.join_timeout_seconds)
         self._done = False
         self._finished: ExitCode | None = None
@@ -157,6 +159,7 @@ class Agent(ElasticAgent):
         """Observe, decide, act, tell."""
         now = time.monotonic()
         self._crew.read_progress()
+        self.sessions.look(self._crew.workers.all, now)
         self._story.look_for_progress()  # before what has ended begins an incident of its own
         self._take(events)
         self._membership.pump(now)
@@ -195,7 +198,7 @@ class Agent(ElasticAgent):
         self._notice_freeze(ended)  # only now: who was killed while the agent stood still may be among them
         for event in events:
             if isinstance(event, SignalReceived):
-                self._take_signal(event.number)
+                self.orders.take(event.number)
             elif isinstance(event, Readable) and event.key == guards.KEY:
                 self._guard.replace()
         for worker in ended:
@@ -232,24 +235,6 @@ class Agent(ElasticAgent):
         crew.kill()
         self._mailbox.wake()
 
-    def _take_signal(self, number: signal.Signals) -> None:
-        logger.info("received %s", number.name)
-        if number in (signal.SIGTERM, signal.SIGINT):
-            self._asked = Asked.STOP if self._asked is not Asked.NOTHING else Asked.DRAIN
-            self._membership.leaving()
-        elif number == signal.SIGQUIT:
-            self._crew.workers.dump_stacks()
-            time.sleep(_STACKS_SECONDS)  # the workers write their stacks themselves
-            self._asked = Asked.STOP
-        elif number == signal.SIGHUP:
-            self._crew.reopen_logs()
-        elif number == signal.SIGUSR1 and self._config.usr1 == "drain":
-            self._asked = max(self._asked, Asked.DRAIN)
-            self._membership.leaving()
-        elif number == signal.SIGUSR1:
-            for worker in self._crew.workers.alive:
-                worker.request_save()
-
     def _observe(self, now: float) -> Observation:
         view = self._membership.view()
         formed = view.round
@@ -268,7 +253,7 @@ class Agent(ElasticAgent):
             drain_wanted=view.drain_wanted,
             started_round=crew.round,
             workers=crew.views(),
-            asked=self._asked,
+            asked=self.orders.asked,
             announced=done.announced,
             settling_until=done.settling_until,
             drain_until=done.drain_until,
@@ -340,7 +325,7 @@ class Agent(ElasticAgent):
 
     def _drain(self, now: float) -> None:
         view, patience = self._membership.view(), self._config.drain_grace_seconds
-        why = why_draining(view, asked=self._asked is not Asked.NOTHING)
+        why = why_draining(view, asked=self.orders.is_leaving)
         if view.drain_wanted:  # the workers may not live longer than that
             patience = min(patience, max(0.0, self._membership.fence(now) - now))
         logger.info("round %d: %s; draining, up to %.3g s", self._crew.round, why, patience)
@@ -370,7 +355,7 @@ class Agent(ElasticAgent):
         if not self._guard.allow_for(self._allowance(now)):
             self._mailbox.wake()  # the next pass sees to it
         self._last_status = status = self._make_status()
-        self._notifier.passed(status, stopping=self._asked is not Asked.NOTHING)
+        self._notifier.passed(status, stopping=self.orders.is_leaving)
         self._measuring.passed(status, self._membership.view())
 
     def _allowance(self, now: float) -> float:
@@ -384,14 +369,15 @@ class Agent(ElasticAgent):
 
     def _make_status(self) -> JobStatus:
         finished = None if self._finished is None else _OUTCOMES.get(self._finished, "failed")
-        crew = self._crew
+        crew, done = self._crew, self._crew.done
+        stopping = done.terminate_until is not None and self.orders.is_leaving  # scripts without a session
         return job_status(
             Facts(
                 config=self._config,
                 view=self._membership.view(),
                 workers=crew.workers.all,
                 standbys=crew.standbys.warm_ranks,
-                draining=crew.done.drain_until is not None,
+                draining=done.drain_until is not None or stopping,
                 joining=self._joining.is_under_way,
                 finished=finished,
                 disk_step=crew.disk_step,

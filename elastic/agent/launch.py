@@ -98,7 +98,7 @@ def run_job(config: JobConfig) -> int:
             metrics=metrics.text,
             points=measuring.points,
             targets=measuring.targets,
-            controls={"/profile": profiles.answer},
+            controls={"/profile": profiles.answer, "/drain": agent.orders.answer},
         )
         server = StatusServer(tcp, socket_path(instance.folder.parent, os.getpid()), site, access)
         stack.enter_context(contextlib.closing(server))
@@ -180,7 +180,7 @@ def _report(agent: Agent, config: JobConfig) -> int:
     elif code is ExitCode.DRAINED and applied >= 0:
         logger.info("the job has drained before a step that would have to be saved: run it again to go on")
     elif code is ExitCode.DRAINED:
-        logger.info("the job was stopped; its workers have no session, so only they know what they have saved")
+        logger.info("the job was stopped; %s", agent.sessions.last_words)
     elif code is ExitCode.STEPS_LOST:
         newest = f"step {on_disk} is the newest that is committed{place}" if on_disk >= 0 else "nothing was committed"
         logger.error(

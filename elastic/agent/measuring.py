@@ -19,7 +19,7 @@ from elastic.metrics.totals import Totals, commit_times
 from elastic.progress import Progress
 from elastic.rendezvous.membership import View
 from elastic.rendezvous.round import Node
-from elastic.status import JobStatus
+from elastic.status import JobStatus, plural
 from elastic.timings import Histogram
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,8 @@ class Measuring:
         before, self._said = self._said, status.state
         if status.state != before and status.state in ("running", "waiting", "spare"):
             why = "; ".join(f"{node.node_id}: {node.reason}" for node in status.waiting[:_SHOWN_WAITING])
-            logger.info("round %d: %s, %d ranks%s", status.round, status.state, status.world_size, why and f" ({why})")
+            ranks = plural(status.world_size, "rank")
+            logger.info("round %d: %s, %s%s", status.round, status.state, ranks, why and f" ({why})")
 
     def ended(self) -> None:
         """All workers have ended and are about to be forgotten: what they have counted is taken over."""

@@ -27,8 +27,6 @@ from elastic.status import (
     plural,
 )
 
-_SESSION_SECONDS = 10.0  # a worker without a session by then is a plain script: it counts as running
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
@@ -91,9 +89,7 @@ def job_state(facts: Facts) -> JobState:
 
 
 def _is_running(worker: Worker) -> bool:
-    if not worker.is_alive or worker.progress.in_loop:
-        return True
-    return not worker.progress.pid and time.monotonic() - worker.started_at > _SESSION_SECONDS
+    return not worker.is_alive or worker.counts_as_running
 
 
 def _nodes(formed: Round | None, view: View) -> tuple[NodeStatus, ...]:

@@ -60,6 +60,7 @@ class Worker:
         self.exited_at = 0.0
         self.stopped_by_us = False
         self.was_warm = False
+        self.counts_as_running = False  # for the status; once it does it stays so
         self.started_at = time.monotonic()
         environ = {**plan.environ, progress.ENVIRONMENT_KEY: str(block)}
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.checks.finding import Finding, error, ok, warning
+from elastic.status import plural
 
 _SLOWED = {  # nvmlClocksEventReason*: only those that mean trouble; idle and power capping are everyday
     0x08: "hardware slowdown",
@@ -72,7 +73,9 @@ def check_gpus(gpus: Iterable[Gpu], workers: int) -> Iterator[Finding]:
     for gpu in found:
         yield _health(gpu)
     if 0 < len(found) < workers:
-        message = f"{workers} workers for {len(found)} GPUs: several would share one, which NCCL refuses"
+        message = (
+            f"{plural(workers, 'worker')} for {plural(len(found), 'GPU')}: several would share one, which NCCL refuses"
+        )
         yield error("gpus", message, f"--nproc-per-node {len(found)}")
 
 

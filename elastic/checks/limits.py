@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elastic.checks.finding import Finding, Host, error, ok, warning
+from elastic.status import plural
 
 Limit = tuple[int, int]  # soft, hard; RLIM_INFINITY is -1
 _WORKER_BYTES = 400 << 20  # resident, before any model: torch, its libraries and one process group
@@ -18,7 +19,7 @@ def check_descriptors(limit: Limit, world_size: int) -> Iterator[Finding]:
     """The store's host holds two connections of every worker of the job, and gloo connects each with each."""
     soft, hard = limit
     need = _OWN_DESCRIPTORS + 4 * world_size
-    message = f"{_shown(soft)} open files allowed; about {need} are needed for {world_size} workers"
+    message = f"{_shown(soft)} open files allowed; about {need} are needed for {plural(world_size, 'worker')}"
     if hard != resource.RLIM_INFINITY and hard < need:
         yield error("descriptors", message, f"LimitNOFILE={2 * need} in the unit, or ulimit -n as root")
     elif soft != resource.RLIM_INFINITY and soft < need:

@@ -29,7 +29,7 @@ from elastic.demo.screen import Screen
 from elastic.demo.settings import parse
 from elastic.demo.stage import DemoFailedError, InterruptedDemoError, Stage
 from elastic.errors import ExitCode
-from elastic.status import Incident, JobStatus, WorkerStatus
+from elastic.status import Incident, JobStatus, WorkerStatus, plural
 
 
 def main(argv: Sequence[str]) -> int:
@@ -91,7 +91,7 @@ class _Demo:
     def run(self) -> Outcome:
         began = time.monotonic()
         settings, say, folder = self._settings, self._screen.say, self._stage.folder
-        say(f"training a small language model on {settings.data} with {settings.workers} workers")
+        say(f"training a small language model on {settings.data} with {plural(settings.workers, 'worker')}")
         self._stage.train_alone("killed", self._disturb)
         if self._kill is None:
             raise DemoFailedError("training was over before a worker could be killed; give more --steps")
@@ -117,9 +117,10 @@ class _Demo:
         elif self._incident is None:
             self._incident = next((i for i in status.incidents if i.seconds.total is not None), None)
             if self._incident is not None:
+                again = "1 step comes" if self._incident.lost_steps == 1 else f"{self._incident.lost_steps} steps come"
                 self._screen.say(
                     f"  going on at step {(status.base_step or 0) + 1} in round {self._incident.round}, "
-                    f"{self._incident.seconds.total:.2f} s after the kill; {self._incident.lost_steps} steps come again"
+                    f"{self._incident.seconds.total:.2f} s after the kill; {again} again"
                 )
 
     def _is_time(self, victim: WorkerStatus, status: JobStatus) -> bool:

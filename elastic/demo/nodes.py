@@ -17,7 +17,7 @@ from elastic.demo.nodes_outcome import Change, Kind, NodesOutcome, read_nodes_ru
 from elastic.demo.settings import pace_file
 from elastic.demo.stage import DemoFailedError, Stage
 from elastic.errors import ExitCode
-from elastic.status import JobStatus
+from elastic.status import JobStatus, plural
 
 _STEPS_BETWEEN = 8  # that are trained with one world size before the next change is made
 # Seconds that a step is made longer by: what starts on a small machine is to have it for itself.
@@ -41,13 +41,15 @@ class NodesDemo:
         settings = self._settings
         folder, reference = self._stage.folder / "disturbed", self._stage.folder / "reference"
         find_etcd()  # before anything is said
-        self._say(f"training a small language model on {settings.data} on {settings.nodes} nodes")
+        self._say(f"training a small language model on {settings.data} on {plural(settings.nodes, 'node')}")
         folder.mkdir()
         self._pace(_HELD_BACK)
         with running_etcd(folder) as endpoint:
             fleet = Fleet(functools.partial(self._command, folder, endpoint), folder)
             self._disturbed(fleet)
-        self._say(f"once more, in peace and at full speed: one agent with {settings.world_size} workers, to compare")
+        self._say(
+            f"once more, in peace and at full speed: one agent with {plural(settings.world_size, 'worker')}, to compare"
+        )
         self._stage.train_alone(reference.name)
         return NodesOutcome(
             settings=settings,
@@ -111,14 +113,15 @@ class NodesDemo:
     ) -> Generator[None, JobStatus, JobStatus]:
         """Act, and wait until the world has that size and has done a step more."""
         step, before = _step(status), status.round
-        self._say(f"  step {step}, {status.world_size} ranks: {_WORDS[kind].format(node_id)}")
+        self._say(f"  step {step}, {plural(status.world_size, 'rank')}: {_WORDS[kind].format(node_id)}")
         unix_time = time.time()
         act()
         while not (status.round > before and status.world_size == world_size and _has_trained(status)):
             if any(waiting.node_id == node_id and "let in" in waiting.reason for waiting in status.waiting):
                 self._pace(_FULL_SPEED)
             status = yield
-        self._say(f"  going on at step {(status.base_step or 0) + 1} with {world_size} ranks in round {status.round}")
+        ranks = plural(world_size, "rank")
+        self._say(f"  going on at step {(status.base_step or 0) + 1} with {ranks} in round {status.round}")
         self._changes.append(
             Change(
                 kind=kind, node_id=node_id, step=step, unix_time=unix_time, round=status.round, world_size=world_size

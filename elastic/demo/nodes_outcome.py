@@ -13,6 +13,7 @@ from elastic.demo.outcome import RunFiles, audit_faults, read_run, read_text_fil
 from elastic.demo.parameters import TOLERANCE, read_difference
 from elastic.demo.settings import Settings
 from elastic.demo.timeline import Stretch
+from elastic.status import plural
 
 
 class Kind(enum.Enum):
@@ -107,11 +108,11 @@ class NodesOutcome:
         cost, words = self.cost(change), f"after node {change.node_id} {_WORDS[kind]}"
         found = []
         if ranks != change.world_size:
-            found.append(f"{words} {ranks} ranks trained, not {change.world_size}")
+            found.append(f"{words} {plural(ranks, 'rank')} trained, not {change.world_size}")
         if cost.seconds is None:
             found.append(f"{words} no step was told of")
         if kind is not Kind.LOST and cost.repeated_steps:
-            found.append(f"{words} {cost.repeated_steps} steps came again; none should have")
+            found.append(f"{words} {plural(cost.repeated_steps, 'step')} came again; none should have")
         return found
 
     def to_json(self) -> dict[str, Any]:

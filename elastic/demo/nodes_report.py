@@ -11,6 +11,7 @@ from elastic.demo.nodes_outcome import Change, Kind, NodesOutcome
 from elastic.demo.parameters import TOLERANCE
 from elastic.demo.report import loss_words, repeated_words
 from elastic.demo.settings import LEASE_TTL_SECONDS
+from elastic.status import plural
 
 
 def nodes_table(outcome: NodesOutcome) -> Table:
@@ -19,7 +20,7 @@ def nodes_table(outcome: NodesOutcome) -> Table:
     made.add_column("training on real text: a node killed, added, one drained")
     made.add_column("", justify="right")
     settings, files = outcome.settings, outcome.disturbed.files
-    made.add_row("steps", f"{settings.steps} on {settings.nodes} nodes of {settings.workers} ranks")
+    made.add_row("steps", f"{settings.steps} on {plural(settings.nodes, 'node')} of {plural(settings.workers, 'rank')}")
     first, last = files.losses.get(1), files.losses.get(settings.steps)
     made.add_row("loss, first and last step", f"{loss_words(first)} -> {loss_words(last)}", end_section=True)
     _add_world_sizes(made, outcome)
@@ -43,7 +44,7 @@ def _add_change(made: Table, outcome: NodesOutcome, change: Change) -> None:
     title, from_what = _CHANGES[change.kind]
     cost = outcome.cost(change)
     made.add_row(f"{title.format(change.node_id)} at step {change.step}", "")
-    made.add_row(f"  {from_what} to first step with {change.world_size} ranks", _seconds(cost.seconds))
+    made.add_row(f"  {from_what} to first step with {plural(change.world_size, 'rank')}", _seconds(cost.seconds))
     made.add_row("  pause between two steps", _seconds(cost.pause_seconds))
     made.add_row("  steps done again", str(cost.repeated_steps), end_section=True)
 
@@ -59,7 +60,7 @@ def _add_comparison(made: Table, outcome: NodesOutcome) -> None:
     """What is equal to the run in peace, and how equal."""
     ranks = outcome.settings.world_size
     right = not (outcome.disturbed.files.audit.wrong_steps or outcome.reference.files.audit.wrong_steps)
-    made.add_row(f"samples of every step: those of a run in peace, {ranks} ranks", _yes(right))
+    made.add_row(f"samples of every step: those of a run in peace, {plural(ranks, 'rank')}", _yes(right))
     apart = "-" if outcome.difference is None else f"{outcome.difference:.1e}"
     made.add_row("  largest relative difference of a tensor", apart)
     made.add_row(f"parameters equal to rounding (at most {TOLERANCE:.0e})", _yes(outcome.parameters_close))

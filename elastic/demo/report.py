@@ -8,6 +8,7 @@ from rich.text import Text
 
 from elastic.demo.ledger import Audit
 from elastic.demo.outcome import PHASES, Outcome
+from elastic.status import plural
 
 
 def table(outcome: Outcome) -> Table:
@@ -17,7 +18,7 @@ def table(outcome: Outcome) -> Table:
     made.add_column("", justify="right")
     settings, kill, losses = outcome.settings, outcome.kill, outcome.disturbed.losses
     counts = outcome.disturbed.audit
-    made.add_row("steps", f"{settings.steps} on {settings.workers} workers")
+    made.add_row("steps", f"{settings.steps} on {plural(settings.workers, 'worker')}")
     made.add_row(
         "loss, first and last step", f"{loss_words(losses.get(1))} -> {loss_words(losses.get(settings.steps))}"
     )

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 Moved = Callable[[int, float | None, str], None]  # step, loss, state of the job
 
 _REDRAW_SECONDS = 0.1
+_FILE_WIDTH = 120
 
 
 class Screen:
@@ -19,6 +20,8 @@ class Screen:
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        if not console.is_terminal:  # a file is as wide as the table is
+            console.width = max(console.width, _FILE_WIDTH)
 
     def say(self, text: str, *, style: str | None = None) -> None:
         """One thing that happened; above the line that moves, if there is one."""

@@ -1,4 +1,4 @@
-"""Asks the agents of this host for their status, and signals one, through the sockets of the runtime directory."""
+"""Asks the agents of this host for their status, and tells one what to do, by the sockets of the runtime directory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import socket
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlencode
 
 from elastic import runtime
@@ -41,7 +42,26 @@ def find_agents(environ: Mapping[str, str], run_id: str | None = None) -> list[F
     return sorted(agents, key=lambda agent: agent.pid)
 
 
-def drain(agent: FoundAgent) -> None:
+class Draining(NamedTuple):
+    """What an agent answers that is to drain."""
+
+    already: bool  # somebody has asked before
+    seconds: float | None  # that it may still take; None: it does not say
+
+
+def drain(agent: FoundAgent) -> Draining:
+    """Asks the agent to drain; asked again it goes on with it. Raises: ElasticError when it is gone or not ours."""
+    code, text = command(agent, "/drain", {})
+    if code in (404, 501):  # it was started before an upgrade and knows signals alone
+        _terminate(agent)
+        return Draining(already=False, seconds=None)
+    if code != 200:
+        raise ElasticError(f"agent {agent.pid}: {text.strip()}")
+    told = json.loads(text)
+    return Draining(already=told["already"], seconds=told["seconds"])
+
+
+def _terminate(agent: FoundAgent) -> None:
     """SIGTERM to exactly the process that listens on the agent's socket, whatever became of its pid since.
 
     Raises: ElasticError when it is gone or not ours to signal.
@@ -85,6 +105,8 @@ def command(agent: FoundAgent, path: str, arguments: Mapping[str, str]) -> tuple
             request.request("POST", f"{path}?{urlencode(arguments)}")
             with request.getresponse() as response:
                 return response.status, response.read().decode(errors="replace")
+    except (ConnectionError, FileNotFoundError) as exc:
+        raise ElasticError(f"agent {agent.pid} is gone") from exc
     except (OSError, http.client.HTTPException) as exc:
         raise ElasticError(f"agent {agent.pid} does not answer: {exc}") from exc
 

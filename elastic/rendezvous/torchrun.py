@@ -8,11 +8,13 @@ no shared budget (`--max-restarts` counts on each node).
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +32,8 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from elastic.errors import ElasticError, NotEnoughNodesError, StoreGoneError
+from elastic import values
+from elastic.errors import ElasticError, NotEnoughNodesError, StoreGoneError, UsageError
 from elastic.rendezvous.connect import make_member
 from elastic.rendezvous.etcd_config import EtcdConfig, parse_endpoints
 from elastic.rendezvous.identity import address_towards, own_identity
@@ -42,6 +45,12 @@ from elastic.rendezvous.round import Limits, Node, Phase
 logger = logging.getLogger(__name__)
 
 BACKEND = "etcd3"
+_CONF: Mapping[str, Callable[[str], Any]] = {
+    "lease_ttl": values.whole_seconds,
+    **dict.fromkeys(("last_call", "settle", "join_timeout", "store_timeout"), values.seconds),
+    **dict.fromkeys(("node_id", "ca", "cert", "key", "user"), str),
+}
+_TORCHS_OWN = ("timeout", "rank")  # torchrun adds them for backends of its own
 _STORE_SECONDS = 60.0
 _LOOK_SECONDS = 1.0  # the view also changes by time alone
 _GRACE_SECONDS = 60.0  # for peers to stop their workers: torchrun gives them 30 s
@@ -50,14 +59,14 @@ _GRACE_SECONDS = 60.0  # for peers to stop their workers: torchrun gives them 30
 def create_handler(params: RendezvousParameters) -> TorchrunHandler:
     """The handler of one agent. Raises: UsageError."""
     endpoints = parse_endpoints(params.endpoint)
-    conf: Mapping[str, Any] = params.config
+    conf = _conf(params.config)
     ttl = int(conf.get("lease_ttl", 5))
     addr = params.local_addr or address_towards(endpoints)
-    join_timeout = float(conf.get("join_timeout", 600))
+    join_timeout = conf.get("join_timeout", 600.0)
     rules = Rules(
         limits=Limits(min_nodes=params.min_nodes, max_nodes=params.max_nodes),
-        last_call_seconds=float(conf.get("last_call", 5)),
-        settle_seconds=float(conf.get("settle", 1)),
+        last_call_seconds=conf.get("last_call", 5.0),
+        settle_seconds=conf.get("settle", 1.0),
         drain_grace_seconds=_GRACE_SECONDS,
         ttl_seconds=ttl,
         settings=f"torchrun --nnodes={params.min_nodes}:{params.max_nodes}",
@@ -73,7 +82,7 @@ def create_handler(params: RendezvousParameters) -> TorchrunHandler:
         ),
         run_id=params.run_id,
         settings=Settings(
-            node=Node(node_id=str(conf.get("node_id", "")) or os.uname().nodename, addr=addr, slots=1),
+            node=Node(node_id=conf.get("node_id") or os.uname().nodename, addr=addr, slots=1),
             identity=own_identity(),
             rules=rules,
             ttl_seconds=ttl,
@@ -85,8 +94,25 @@ def create_handler(params: RendezvousParameters) -> TorchrunHandler:
         run_id=params.run_id,
         addr=addr,
         timeout_seconds=join_timeout,
-        store_seconds=float(conf.get("store_timeout", _STORE_SECONDS)),
+        store_seconds=conf.get("store_timeout", _STORE_SECONDS),
     )
+
+
+def _conf(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What --rdzv-conf says, and each value as what it is. Raises: UsageError."""
+    conf: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in _TORCHS_OWN:
+            continue
+        if key not in _CONF:
+            close = difflib.get_close_matches(key, _CONF, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise UsageError(f"--rdzv-conf: unknown key {key!r}{hint}; known are {', '.join(_CONF)}")
+        try:
+            conf[key] = _CONF[key](str(value))
+        except ArgumentTypeError as exc:
+            raise UsageError(f"--rdzv-conf: {key}={value}: {exc}") from exc
+    return conf
 
 
 class TorchrunHandler(RendezvousHandler):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 from tests.agent.quick import FOREVER, PAIR
-from tests.support.job import running, wait_for, write
+from tests.support.job import Job, running, wait_for, write
 
 
 def test_usr1_saves_and_term_drains_at_a_step_boundary_and_the_next_start_goes_on_from_there(tmp_path: Path) -> None:
@@ -55,15 +57,51 @@ def test_an_interrupt_drains_and_a_second_one_stops_at_once(tmp_path: Path) -> N
         job.wait_status(lambda s: s["state"] == "draining")
         job.signal(signal.SIGINT)
         assert job.wait(10) == 5, job.output
+    assert "a second SIGINT: stopping at once, without saving" in job.output
+
+
+def test_elasticd_drain_is_never_the_second_signal_however_often_it_is_said(tmp_path: Path) -> None:
+    with running(tmp_path, *PAIR, "--drain-grace", "100", *FOREVER, "until-told") as job:
+        job.wait_step(5)
+        first, again = drain(job), drain(job)
+        assert re.fullmatch(r"asked agent \d+ of job trainer_script to drain, which may take up to 100 s\n", first)
+        assert re.fullmatch(r"agent \d+ of job trainer_script drains already, which may take up to \d+ s\n", again)
+        job.signal(signal.SIGTERM)  # as `systemctl stop` after it: the first one
+        wait_for(lambda: "received SIGTERM" in job.output)
+        assert job.status()["state"] == "draining", job.output  # type: ignore[index]
+        (tmp_path / "state.go").touch()
+        assert job.wait() == 143, job.output
+    assert re.search(r"the job has drained, step \d+ is committed", job.output)
+
+
+def drain(job: Job) -> str:
+    command = [sys.executable, "-m", "elastic", "drain"]
+    done = subprocess.run(command, env=job.environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+SAVING = """
+import os, signal, time
+
+def save(*_):
+    time.sleep(0.5)
+    raise SystemExit
+
+signal.signal(signal.SIGTERM, save)
+open("up-" + os.environ["RANK"], "w")
+time.sleep(600)
+"""
 
 
 def test_a_script_without_a_session_gets_sigterm_not_the_drain_grace_and_is_not_called_saved(tmp_path: Path) -> None:
-    write(tmp_path, "script.py", "import os, time; open('up-' + os.environ['RANK'], 'w'); time.sleep(600)")
+    write(tmp_path, "script.py", SAVING)
     with running(tmp_path, *PAIR, "script.py") as job:
         wait_for(lambda: len(list(tmp_path.glob("up-*"))) == 2)
         job.signal(signal.SIGTERM)
+        job.wait_status(lambda s: s["state"] == "draining")
         assert job.wait(15) == 143, job.output
-        assert "only they know what they have saved" in job.output
+        assert "the job was stopped; none of its workers had opened a session yet" in job.output
 
 
 def test_quit_writes_every_workers_stacks_into_its_log_and_stops(tmp_path: Path) -> None:

@@ -85,8 +85,8 @@ def test_all_is_right_when_nothing_is_wrong_though_not_bit_by_bit() -> None:
         ({"disturbed": disturbed(audit=dataclasses.replace(AUDIT, lost=3))}, "disturbed run: 3 samples were lost"),
         ({"reference": disturbed(audit=dataclasses.replace(AUDIT, doubled=3))}, "in peace: 3 samples were used more"),
         ({"changes": CHANGES[:2]}, "no node left"),
-        ({"disturbed": again(3, 20)}, "after node n1 came back 1 steps came again"),
-        ({"disturbed": again(4, 30)}, "after node n3 left 1 steps came again"),
+        ({"disturbed": again(3, 20)}, "after node n1 came back 1 step came again"),
+        ({"disturbed": again(4, 30)}, "after node n3 left 1 step came again"),
         ({"disturbed": dataclasses.replace(DISTURBED, stretches=STRETCHES[:3])}, "after node n3 left 0 ranks trained"),
         ({"disturbed": dataclasses.replace(DISTURBED, stretches=STRETCHES[:1])}, "was killed no step was told of"),
     ],
@@ -100,9 +100,10 @@ def test_each_thing_that_is_wrong_is_said_and_fails_the_demo(changes: dict[str, 
 
 def test_the_table_has_world_sizes_costs_and_what_is_equal() -> None:
     out = io.StringIO()
-    Console(file=out, width=120).print(nodes_table(outcome()))
+    Screen(Console(file=out, width=80)).console.print(nodes_table(outcome()))
     shown = [line.split() for line in out.getvalue().splitlines()]
     for row in (
+        *("training on real text: a node killed, added, one drained", "steps 40 on 3 nodes of 1 rank"),
         *("world size steps 1-10: 3 ranks", "steps 9-20: 2 ranks", "steps 21-30: 3 ranks", "steps 31-40: 2 ranks"),
         *("kill to first step with 2 ranks 2.50 s", "start of its agent to first step with 3 ranks 1.25 s"),
         *("signal to first step with 2 ranks 0.50 s", "pause between two steps 0.25 s", "steps done again 2"),

@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
+from elastic.errors import UsageError
+from elastic.rendezvous import torchrun
+from elastic.rendezvous.torchrun import create_handler
 from tests.support.etcd import EtcdCluster, etcd_cluster
 
 if sys.version_info >= (3, 11):
@@ -136,6 +140,33 @@ def test_the_entry_point_is_declared_and_imports_no_client_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def parameters(**conf: Any) -> RendezvousParameters:
+    """As torchrun makes them: its own backends' timeout is always among them."""
+    return RendezvousParameters("etcd3", "127.0.0.1:1", "job", 1, 2, "127.0.0.1", timeout=900, **conf)
+
+
+@pytest.mark.parametrize(
+    ("conf", "message"),
+    [
+        ({"lease_tll": "2"}, r"--rdzv-conf: unknown key 'lease_tll' \(did you mean 'lease_ttl'\?\); known are lease"),
+        ({"zone": "a"}, "--rdzv-conf: unknown key 'zone'; known are .*, user$"),
+        ({"lease_ttl": "2.5"}, "--rdzv-conf: lease_ttl=2.5: '2.5' must be whole seconds"),
+        ({"settle": "soon"}, "--rdzv-conf: settle=soon: 'soon' is not a number of seconds"),
+    ],
+)
+def test_what_rdzv_conf_cannot_mean_is_refused_by_name(conf: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        create_handler(parameters(**conf))
+
+
+def test_what_rdzv_conf_says_is_what_the_member_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(torchrun, "make_member", lambda **options: made.update(options))
+    create_handler(parameters(lease_ttl="3", settle="500ms", join_timeout="2m", node_id="n7", ca="c"))
+    assert (made["settings"].ttl_seconds, made["settings"].rules.settle_seconds) == (3, 0.5)
+    assert (made["join_timeout_seconds"], made["settings"].node.node_id, made["etcd"].ca) == (120.0, "n7", "c")
 
 
 @pytest.mark.slow

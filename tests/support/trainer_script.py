@@ -38,7 +38,7 @@ def main() -> None:
         progress.update(step=step)
         if step == base + 1:
             progress.update(first_step_at=time.monotonic())
-        if mode == "deaf":
+        if mode == "deaf" or (mode == "until-told" and not state_file.with_suffix(".go").exists()):
             continue
         if progress.saves_requested > saves:
             saves = progress.saves_requested

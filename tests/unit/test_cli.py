@@ -126,6 +126,16 @@ def test_wrong_usage_is_one_line_and_exit_2(
     assert_one_line(subprocess.CompletedProcess(argv, code, shown.out, shown.err), 2, message)
 
 
+def test_a_mistyped_command_is_answered_with_those_for_people(
+    in_process: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["statu"]) == 2
+    said = capsys.readouterr().err
+    assert "'statu'" in said
+    assert "status" in said.replace("'statu'", "")
+    assert "give-back" not in said
+
+
 def test_the_process_ends_with_the_exit_code_of_the_error(elasticd: Any) -> None:
     assert_one_line(elasticd("run", "gone.py"), 2, r"script 'gone\.py' does not exist")
 
@@ -193,12 +203,21 @@ def test_watch_ends_with_the_agent(environ: dict[str, str], start_agent: Any) ->
 
 def test_drain_asks_the_one_agent_that_is_meant(elasticd: Any, start_agent: Any) -> None:
     first, second = start_agent("a"), start_agent("b")
-    assert_one_line(elasticd("drain"), 2, "several agents .*--rdzv-id or --pid")
+    assert_one_line(elasticd("drain"), 2, f"by --rdzv-id or --pid: .*pid {first.pid}: node n of job a.*")
+    third = start_agent("a")
+    choice = (
+        f"several agents on this host, choose one by --pid: pid {first.pid}: node n of job a; pid {third.pid}: node n"
+    )
+    assert_one_line(elasticd("drain", "--rdzv-id", "a"), 2, choice)
+    third.kill()
+    third.wait()
     assert first.poll() is None
     done = elasticd("drain", "--run-id", "a")
     assert (done.returncode, done.stdout) == (0, f"asked agent {first.pid} of job a to drain\n")
     assert first.wait(10) == 143
-    assert elasticd("drain", "--pid", str(second.pid)).returncode == 0
+    done = elasticd("drain", "--pid", str(second.pid), "--wait")
+    assert done.returncode == 0
+    assert "it has ended, its log says how; newest committed step: -\n" in done.stdout
     assert second.wait(10) == 143
 
 

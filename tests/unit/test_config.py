@@ -390,7 +390,14 @@ WRONG_FILES: list[tuple[bytes, str]] = [
     (b"nnodes = 2", r"nnodes = 2 in job\.toml needs a store"),
     (b"nnodes = '2:1'", "nnodes = '2:1': '2:1' must have"),
     (b"standby = \n", r"job\.toml is not valid TOML: .*line 1"),
-    (b"role = 'a'\nrole = 'b'\n", r"job\.toml is not valid TOML: .*line 2"),
+    (b"role = 'a'\nrole = 'b'\n", r"job\.toml is not valid TOML: .*line 2.*: role = 'b'$"),
+    (
+        b"# a\nscript = env.py\n",
+        r"at line 2, column 10\): script = env\.py; strings and times are written in quotes",
+    ),
+    (b"hang_timeout = 10m\n", r"at line 1, column 18\): hang_timeout = 10m; strings and times are written in quotes"),
+    (b"role = a\x01b", r": 'role = a\\x01b'; strings"),
+    (b'role = """a', r"job\.toml is not valid TOML: [^;:]*$"),
     (b"# a\nrole = '\xff'", r"job\.toml is not UTF-8 \(line 2\)"),
     (b"script = 'train.py'\nmodule = 'json'", "script = 'train.py' and module = 'json': give one"),
     (b"module = true", "module = True must be a string"),
@@ -451,6 +458,10 @@ def test_a_wrong_variable_is_refused_by_name(variables: dict[str, str], message:
         (["--rdzv-backend", "c10d"], "--rdzv-backend=c10d"),
         (["--etcd-user", "u"], "--etcd-user=u"),
         (["--no-standby", "--preload", "json"], "--preload="),
+        (
+            [*ETCD, "--rdzv-conf", "lease_ttl=2"],
+            "--rdzv-conf=lease_ttl=2 has no effect here: its keys are flags",
+        ),
     ],
 )
 def test_a_flag_without_effect_says_so_once(flags: list[str], name: str, caplog: pytest.LogCaptureFixture) -> None:

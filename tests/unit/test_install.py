@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic import cli_install
 from elastic.cli import main
 from elastic.config import load
 from elastic.service import install, plan
@@ -34,8 +35,15 @@ class Host:
         self.root.mkdir()
         self.job = folder / "llm-1.toml"
         self.job.write_text(JOB)
+        self.place(folder / "train.py").touch()
         (folder / "train.py").touch()
         self._capsys = capsys
+
+    def place(self, path: Path) -> Path:
+        """Where a path of the job's lies in the image; its folder is there."""
+        place = self.root / path.relative_to("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return place
 
     def run(self, *arguments: str, code: int = 0) -> str:
         assert main([*arguments, "--root", str(self.root)]) == code
@@ -81,6 +89,33 @@ def test_what_the_loader_refuses_is_not_installed(host: Host) -> None:
     assert not host.files()
 
 
+def test_paths_of_the_job_are_looked_for_in_the_image(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "token").touch(mode=0o600)
+    for text, path, says in (
+        ('script = "/opt/llm/train.py"\n', Path("/opt/llm/train.py"), "script '{place}' does not exist"),
+        (f'script = "train.py"\nhttp_token_file = "{tmp_path}/token"\n', tmp_path / "token", "{place}"),
+        ('script = "train-llm"\nno_python = true\n', Path("/usr/bin/train-llm"), "program 'train-llm'"),
+    ):
+        host.job.write_text(text)
+        place = host.place(path)
+        assert says.format(place=place) in host.install(code=2), text
+        assert not host.files()
+        place.touch(mode=0o700)
+        host.install("--dry-run")
+
+
+def test_whatever_lies_in_the_image_is_named_as_seen_from_there(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.job.write_text(JOB.replace('"ckpt"', '"/data/ckpt"'))
+    script = host.place(Path("/opt/llm/train.py"))
+    script.touch()
+    monkeypatch.chdir(script.parent)
+    monkeypatch.setattr(cli_install, "program", lambda: (f"{host.root}/opt/venv/bin/elasticd",))
+    host.install()
+    assert "\nWorkingDirectory=/opt/llm\n" in host.read(DROP_IN)
+    assert "\nExecStart=/opt/venv/bin/elasticd run --config" in host.read(DROP_IN)
+    assert "ReadWritePaths=-/data/ckpt\n" in host.read(DROP_IN)
+
+
 @pytest.mark.parametrize("name", ["a b.toml", "x@y.toml", "job.conf", "etcd.toml"])
 def test_a_name_that_makes_no_unit_is_refused(host: Host, name: str) -> None:
     host.job = host.job.rename(host.job.with_name(name))
@@ -98,7 +133,7 @@ def test_a_second_install_changes_nothing(host: Host) -> None:
 
 def test_a_dry_run_says_the_same_and_writes_nothing(host: Host) -> None:
     said = host.install("--dry-run")
-    assert not list(host.root.iterdir())
+    assert not host.files()
     assert said.splitlines()[0].startswith("a dry run: nothing is written")
     assert "      | ExecStart=" in said, "what each file would hold"
     told = [line for line in said.splitlines()[1:] if not line.startswith("      |")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -146,6 +147,22 @@ def test_the_view_for_people_shows_every_part() -> None:
         assert part in shown
     assert "last failure: rank 1 on n0 killed (SIGKILL)\n  gone\n  line\n  line 2" in shown
     assert "worker failed" in shown
+
+
+GLOO = (
+    "rank 0 exited: RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection "
+    "closed by peer [127.0.0.1]:41. This may come from another rank that has failed: look at its log first"
+)
+
+
+def test_a_long_cause_is_cut_for_people_and_whole_in_json() -> None:
+    incident = dataclasses.replace(FULL.incidents[0], cause=GLOO)
+    status = dataclasses.replace(FULL, cause=GLOO, incidents=(incident,), last_failure=None)
+    for shown in (render(status, 4711), render(status, None)):  # an agent's view, and etcd's
+        assert "rank 0 exited: RuntimeError: Connection closed by peer [1...  " in shown
+        assert "round 3: rank 0 exited: RuntimeError: Connection closed by peer [127.0.0.1]:41. This may" in shown
+        assert max(map(len, shown.splitlines())) <= 170
+    assert status.to_json()["cause"] == status.to_json()["incidents"][0]["cause"] == GLOO
 
 
 def test_the_view_of_an_agent_that_just_started_is_short() -> None:

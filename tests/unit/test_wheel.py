@@ -53,7 +53,9 @@ def test_a_wheel_is_enough_to_install_a_job_and_to_run_one(tmp_path: Path, elast
         "import os, checkpoints, elastic\n"
         "print(elastic.session().world_size, elastic.__file__, checkpoints.__file__, sep='\\n')\n"
     )
-    (tmp_path / "image").mkdir()
+    script = tmp_path / "image" / tmp_path.relative_to("/") / "own.py"
+    script.parent.mkdir(parents=True)
+    script.touch()
     (tmp_path / "job.toml").write_text('script = "own.py"\nhttp = "127.0.0.1:0"\n')
     run(elasticd, "install", "job.toml", "--root", tmp_path / "image", folder=tmp_path)
     unit = (tmp_path / "image/etc/systemd/system/elasticd@job.service.d/10-job.conf").read_text()

@@ -1,0 +1,85 @@
+"""What the agent makes of workers that never say that they train: their state, its warnings and its last words."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic.agent.sessions import Sessions
+from elastic.config import JobConfig
+from elastic.progress import Progress
+
+SCRIPT = JobConfig(script="train.py")
+SILENT, OPENED, IN_LOOP = Progress(), Progress(pid=7), Progress(pid=7, in_loop=1)
+
+
+def worker(local_rank: int = 0, report: Progress = SILENT) -> Any:
+    plan = SimpleNamespace(local_rank=local_rank, rank=local_rank)
+    return SimpleNamespace(plan=plan, progress=report, started_at=0.0, is_alive=True, counts_as_running=False)
+
+
+def test_a_script_without_a_session_counts_as_running_after_a_while_and_sooner_once_it_is_known() -> None:
+    sessions, first, second = Sessions(SCRIPT), worker(), worker()
+    sessions.look([first], 15.0)
+    assert not first.counts_as_running, "it may still import"
+    sessions.look([first], 31.0)
+    assert first.counts_as_running
+    sessions.look([second], 11.0)
+    assert second.counts_as_running, "in the next round"
+
+
+def test_who_opens_its_session_late_does_not_go_back_to_starting_and_is_waited_for_in_the_next_round() -> None:
+    sessions, first, second = Sessions(SCRIPT), worker(), worker()
+    for report, now in ((SILENT, 40.0), (OPENED, 41.0), (IN_LOOP, 50.0), (OPENED, 51.0)):
+        first.progress = report
+        sessions.look([first], now)
+        assert first.counts_as_running, report
+    sessions.look([second], 100.0)
+    assert not second.counts_as_running
+    second.progress = IN_LOOP
+    sessions.look([second], 101.0)
+    assert second.counts_as_running
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (SCRIPT, []),
+        (JobConfig(script="a", checkpoint_dir="/c"), ["--checkpoint-dir has no effect"]),
+        (
+            JobConfig(script="a", checkpoint_dir="/c", checkpoint_every="10s", hang_timeout_seconds=9.0),
+            ["--checkpoint-dir and --checkpoint-every have no effect", "--hang-timeout has no effect"],
+        ),
+    ],
+)
+def test_settings_that_need_a_session_are_warned_of_once_where_there_is_none(
+    config: JobConfig, words: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    sessions = Sessions(config)
+    sessions.look([worker(0, OPENED), worker(1)], 59.0)
+    assert not caplog.messages
+    for now in (61.0, 62.0):
+        sessions.look([worker(0, OPENED), worker(1)], now)
+    assert len(caplog.messages) == bool(words)
+    for part in words:
+        assert part in caplog.messages[0]
+        assert "rank 1 has no session" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("looks", "words"),
+    [
+        ([], "training had not begun yet"),
+        ([(OPENED, 5.0)], "training had not begun yet"),
+        ([(SILENT, 40.0), (OPENED, 41.0)], "training had not begun yet"),
+        ([(SILENT, 5.0)], "none of its workers had opened a session yet"),
+        ([(SILENT, 40.0)], "its workers have no session, so only they know what they have saved"),
+    ],
+)
+def test_the_last_words_say_no_more_than_is_known(looks: list[tuple[Progress, float]], words: str) -> None:
+    sessions = Sessions(SCRIPT)
+    for report, now in looks:
+        sessions.look([worker(0, report)], now)
+    assert sessions.last_words.startswith(words)
