@@ -13,8 +13,7 @@ from elastic.config import JobConfig
 
 logger = logging.getLogger(__name__)
 
-_SCRIPT_SECONDS = 30.0  # who has no session by then hardly imports any more: it counts as running
-_KNOWN_SCRIPT_SECONDS = 10.0  # where it had none in an earlier round
+_SCRIPT_SECONDS = 10.0  # who has no session by then counts as running, though it may import still
 _WARN_SECONDS = 60.0
 
 
@@ -35,7 +34,7 @@ class Sessions:
             if worker.progress.pid:
                 self._with_session.add(local_rank)
                 self._scripts.discard(local_rank)
-            elif worker.is_alive and local_rank not in self._with_session and age > self._patience(local_rank):
+            elif worker.is_alive and local_rank not in self._with_session and age > _SCRIPT_SECONDS:
                 self._scripts.add(local_rank)
                 worker.counts_as_running = True
             worker.counts_as_running |= bool(worker.progress.in_loop)
@@ -50,9 +49,6 @@ class Sessions:
         if self._were_started and not self._with_session:
             return "none of its workers had opened a session yet; those that need none alone know what they have saved"
         return "training had not begun yet: run it again to go on"
-
-    def _patience(self, local_rank: int) -> float:
-        return _KNOWN_SCRIPT_SECONDS if local_rank in self._scripts else _SCRIPT_SECONDS
 
     def _warn(self, workers: Sequence[Worker], now: float) -> None:
         silent = [w for w in workers if w.is_alive and not w.progress.pid and now - w.started_at > _WARN_SECONDS]

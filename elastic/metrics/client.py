@@ -42,6 +42,10 @@ def find_agents(environ: Mapping[str, str], run_id: str | None = None) -> list[F
     return sorted(agents, key=lambda agent: agent.pid)
 
 
+class NoAnswerError(ElasticError):
+    """The agent is there, and says nothing in time."""
+
+
 class Draining(NamedTuple):
     """What an agent answers that is to drain."""
 
@@ -51,8 +55,11 @@ class Draining(NamedTuple):
 
 def drain(agent: FoundAgent) -> Draining:
     """Asks the agent to drain; asked again it goes on with it. Raises: ElasticError when it is gone or not ours."""
-    code, text = command(agent, "/drain", {})
-    if code in (404, 501):  # it was started before an upgrade and knows signals alone
+    try:
+        code, text = command(agent, "/drain", {})
+    except NoAnswerError:
+        code, text = 503, ""
+    if code in (404, 501, 503):  # of before an upgrade, or frozen, or too busy: a signal waits for it
         _terminate(agent)
         return Draining(already=False, seconds=None)
     if code != 200:
@@ -108,7 +115,7 @@ def command(agent: FoundAgent, path: str, arguments: Mapping[str, str]) -> tuple
     except (ConnectionError, FileNotFoundError) as exc:
         raise ElasticError(f"agent {agent.pid} is gone") from exc
     except (OSError, http.client.HTTPException) as exc:
-        raise ElasticError(f"agent {agent.pid} does not answer: {exc}") from exc
+        raise NoAnswerError(f"agent {agent.pid} does not answer: {exc}") from exc
 
 
 def _ask(path: Path) -> FoundAgent | None:
