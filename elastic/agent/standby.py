@@ -21,7 +21,6 @@ _LOADED_BY_PYTHON = frozenset(sys.modules)
 import atexit
 import builtins
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -38,7 +37,6 @@ import types
 from typing import Any, NoReturn
 
 _DESTROY_SECONDS = 5.0
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _OURS = ("elastic", "checkpoints")
 
 
@@ -320,18 +318,9 @@ def wait_warm(channel: Channel, message: dict[str, Any]) -> dict[str, Any] | Non
     return start
 
 
-def die_with_agent() -> None:
-    """Have the kernel kill this process when the agent's main thread, which has started it, is gone.
-
-    The warden does so too, for all that a worker has started as well; but whoever kills the agent may kill both.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
 def main() -> NoReturn:
     """Wait for the start message, warm if told to."""
     del sys.path[0]  # this file's folder, which is nothing the user's program should see
-    die_with_agent()
     os.set_inheritable(int(sys.argv[1]), False)
     channel = Channel(int(sys.argv[1]))
     message = channel.receive()
