@@ -173,7 +173,10 @@ def _report(agent: Agent, config: JobConfig) -> int:
     code, failure = agent.exit_code, agent.last_failure
     applied, on_disk = agent.steps
     place = f" in {config.checkpoint_dir}" if config.checkpoint_dir else ""
-    if code is ExitCode.SUCCEEDED:
+    newest = f"step {on_disk} is the newest that is committed{place}" if on_disk >= 0 else "nothing was committed"
+    if code is ExitCode.SUCCEEDED and config.checkpoint_dir and applied > on_disk:
+        logger.warning("the job has succeeded, and its last step %d is not saved: %s", applied, newest)
+    elif code is ExitCode.SUCCEEDED:
         logger.info("the job has succeeded")
     elif code is ExitCode.DRAINED and on_disk >= 0:
         logger.info("the job has drained, step %d is committed%s: run it again to go on", on_disk, place)
@@ -182,7 +185,6 @@ def _report(agent: Agent, config: JobConfig) -> int:
     elif code is ExitCode.DRAINED:
         logger.info("the job was stopped; %s", agent.sessions.last_words)
     elif code is ExitCode.STEPS_LOST:
-        newest = f"step {on_disk} is the newest that is committed{place}" if on_disk >= 0 else "nothing was committed"
         logger.error(
             "stopped at step %d, and %s: what lies between is trained again, unless other nodes of the job have it in "
             "memory and go on",

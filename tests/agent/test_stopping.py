@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.agent.quick import FOREVER, PAIR
+from tests.agent.quick import FOREVER, PAIR, TRAINER
 from tests.support.job import Job, running, wait_for, write
 
 
@@ -174,3 +174,12 @@ def test_the_console_goes_on_after_a_rotation_and_says_each_line_once(tmp_path: 
     for rank in (0, 1):
         numbers = sorted(told(rank))  # the last ones of the old file may come after the first ones of the new
         assert numbers == list(range(len(numbers)))
+
+
+def test_a_job_that_ends_without_its_last_step_on_disk_says_so(tmp_path: Path) -> None:
+    where = ("--checkpoint-dir", "ckpt", TRAINER, "3", "0.01", "state")
+    for mode, said in (("", "the job has succeeded\n"), ("end-unsaved", "its last step 3 is not saved: step 0 is the")):
+        (tmp_path / "state").unlink(missing_ok=True)
+        with running(tmp_path, *PAIR, *where, mode) as job:
+            assert job.wait(30) == 0, job.output
+        assert said in job.output

@@ -50,8 +50,10 @@ def main() -> None:
                 progress.update(disk_step=step)
             progress.update(outcome=Outcome.DRAINED)
             return
-    commit(state_file, steps)
-    progress.update(disk_step=steps, outcome=Outcome.FINISHED)
+    if mode != "end-unsaved":
+        commit(state_file, steps)
+        progress.update(disk_step=steps)
+    progress.update(outcome=Outcome.FINISHED)
 
 
 def commit(path: Path, step: int) -> None:
