@@ -20,6 +20,7 @@ from torch.distributed.run import _get_logs_specs_class
 
 from elastic.config import JobConfig
 from elastic.errors import UsageError
+from elastic.passing import is_away
 from elastic.runtime import closed_to_others
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ def make_logs_specs(config: JobConfig, fallback: Path) -> LogsSpecs:
     """torch's LogsSpecs for the job. Without --log-dir only error files are written, below `fallback`.
 
     With --log-dir and neither --redirects nor --tee, both streams are teed: the console shows them and a file per rank
-    and round keeps them. Raises: UsageError when the folder cannot be made.
+    and round keeps them. Raises: UsageError when the folder cannot be made. OSError: its file server is away.
     """
     redirects, tee = Std.from_str(config.redirects), Std.from_str(config.tee)
     if config.log_dir and redirects == Std.NONE and tee == Std.NONE:
@@ -42,6 +43,8 @@ def make_logs_specs(config: JobConfig, fallback: Path) -> LogsSpecs:
             log_dir=config.log_dir or str(fallback), redirects=redirects, tee=tee, local_ranks_filter=ranks
         )
     except (OSError, ValueError) as exc:
+        if isinstance(exc, OSError) and is_away(exc):
+            raise
         raise UsageError(f"--log-dir {config.log_dir}: {exc}") from exc
 
 

@@ -52,6 +52,10 @@ class Notifier:
             self._wait_for(_PATIENCE_SECONDS)
         self.state(STATUS=headline(status)[:_SHOWN_CHARACTERS])
 
+    def starting(self) -> None:
+        """The loop has not begun yet: something is waited for, within limits of its own."""
+        self._wait_for(_PATIENCE_SECONDS)
+
     def ending(self, exit_code: ExitCode | None) -> None:
         """The loop is over. Who ends well without ever having been ready would count as failed."""
         if exit_code in (ExitCode.SUCCEEDED, ExitCode.DRAINED):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 import shutil
 import signal
@@ -136,3 +137,14 @@ def test_the_console_goes_on_after_a_rotation_and_says_each_line_once(tmp_path: 
     for rank in (0, 1):
         numbers = sorted(told(rank))  # the last ones of the old file may come after the first ones of the new
         assert numbers == list(range(len(numbers)))
+
+
+def test_a_stop_while_the_checkpoint_directory_is_waited_for_is_heard_at_once(tmp_path: Path) -> None:
+    (tmp_path / "ck").mkdir()
+    with (tmp_path / "ck" / ".lock").open("w") as held, running(tmp_path, "--checkpoint-dir", "ck", *FOREVER) as job:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        wait_for(lambda: "waiting for what the agent with pid unknown has left to end" in job.output)
+        job.signal(signal.SIGTERM)
+        assert job.wait(8) == 143, job.output
+    assert "received SIGTERM before anything was started" in job.output
+    assert list((tmp_path / "run").glob("agent-*")) == []
