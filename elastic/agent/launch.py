@@ -32,7 +32,7 @@ from elastic.agent.starting import Start, StoppedError
 from elastic.agent.stop_timeout import own_unit, warn_if_short
 from elastic.agent.systemd import Life, Notifier
 from elastic.config import JobConfig
-from elastic.errors import ExitCode, UsageError
+from elastic.errors import ElasticError, ExitCode, UsageError
 from elastic.metrics.access import Access, exposure, load_access
 from elastic.metrics.catalogue import Samples
 from elastic.metrics.exposition import Exposition
@@ -54,17 +54,34 @@ def run_job(config: JobConfig) -> int:
     mailbox = Mailbox()
     mailbox.take_signals(SIGNALS)
     start = Start(mailbox, notifier, usr1_drains=config.usr1 == "drain", patience_seconds=config.join_timeout_seconds)
-    with contextlib.closing(mailbox), log_thread():
+    with contextlib.closing(mailbox), contextlib.ExitStack() as stack:
+        life = Life(runtime_dir(os.environ), supervised=notifier.is_listened_to)
         try:
-            return _run(config, notifier, mailbox, start)
+            start.find_room(lambda: stack.enter_context(log_thread()))
+            return _run(config, notifier, mailbox, start, life)
         except StoppedError as stop:
             notifier.ending(ExitCode.DRAINED)
+            life.end(ExitCode.DRAINED)
             logger.info("%s", stop)
             return int(ExitCode.DRAINED)
+        except ElasticError as exc:
+            life.end(exc.exit_code)
+            raise
 
 
-def _run(config: JobConfig, notifier: Notifier, mailbox: Mailbox, start: Start) -> int:
+def _run(config: JobConfig, notifier: Notifier, mailbox: Mailbox, start: Start, life: Life) -> int:
     """Raises: StoppedError, ElasticError: before the agent's loop has begun."""
+    agent, held = start.find_room(lambda: _prepare(config, notifier, mailbox, start, life))
+    with held:
+        agent.run()
+        life.end(agent.exit_code)
+        return _report(agent, config)
+
+
+def _prepare(
+    config: JobConfig, notifier: Notifier, mailbox: Mailbox, start: Start, life: Life
+) -> tuple[Agent, contextlib.ExitStack]:
+    """The agent, and what is to be closed when it has run. Raises: as `_run`; OSError: there is no room for it."""
     memory = memory_folder() if config.memory_checkpoints else contextlib.nullcontext()
     with contextlib.ExitStack() as stack:
         instance = stack.enter_context(_instance())
@@ -75,14 +92,14 @@ def _run(config: JobConfig, notifier: Notifier, mailbox: Mailbox, start: Start) 
         logs_specs = start.reach(
             f"--log-dir {config.log_dir}", lambda: make_logs_specs(config, instance.folder / "logs")
         )
-        nonce, life = instance.nonce, Life(instance.folder.parent, supervised=notifier.is_listened_to)
+        nonce = instance.nonce
         note_membership(instance.folder, config)
         if notifier.is_listened_to:
             warn_if_short(config, own_unit())
         access = load_access(config.http_token_file, config.http_cert, config.http_key)
         tcp = stack.enter_context(bind_tcp(config.http_host, config.http_port))
         rendezvous = make_rendezvous(config, tcp.getsockname()[1], first_number=1 + highest, restarted=life.restarted)
-        membership = rendezvous.membership
+        membership = stack.enter_context(contextlib.closing(rendezvous.membership))
         crew = Crew(
             config=config,
             logs_specs=logs_specs,
@@ -119,9 +136,7 @@ def _run(config: JobConfig, notifier: Notifier, mailbox: Mailbox, start: Start) 
         server = StatusServer(tcp, socket_path(instance.folder.parent, os.getpid()), site, access)
         stack.enter_context(contextlib.closing(server))
         _say_where(config, server, access)
-        agent.run()
-        life.end(agent.exit_code)
-        return _report(agent, config)
+        return agent, stack.pop_all()
 
 
 def _say_where(config: JobConfig, server: StatusServer, access: Access) -> None:

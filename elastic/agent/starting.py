@@ -1,4 +1,4 @@
-"""Waits before the agent's loop begins: for a lock, for a file server. They hear signals and keep systemd patient."""
+"""Waits before the agent's loop begins: for a lock, a file server, room. They hear signals and keep systemd patient."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import logging
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from elastic.agent.mailbox import Mailbox, SignalReceived
 from elastic.agent.systemd import Notifier
-from elastic.errors import StorageGoneError
-from elastic.passing import is_away
+from elastic.errors import ElasticError, StorageGoneError
+from elastic.passing import is_away, lacks_room
 
 logger = logging.getLogger(__name__)
 
@@ -47,33 +48,51 @@ class Start:
 
         Raises: StorageGoneError when it never does, StoppedError, and what else `attempt` raises.
         """
-        away_since: float | None = None
+
+        def gone(why: str, limit: float) -> ElasticError:
+            return StorageGoneError(
+                f"{place} has not answered for {limit:g} s (--join-timeout): {why}; check its file server"
+            )
+
+        return self._until(attempt, place, is_away, gone)
+
+    def find_room(self, attempt: Callable[[], T]) -> T:
+        """What `attempt` returns, once this host has room for it; it leaves nothing behind when it fails.
+
+        Raises: ElasticError when there never is any, StoppedError, and what else `attempt` raises.
+        """
+
+        def full(why: str, limit: float) -> ElasticError:
+            return ElasticError(
+                f"the agent could not be started for {limit:g} s (--join-timeout): {why}; see ulimit -n and -u, free "
+                "memory, net.ipv4.ip_local_port_range"
+            )
+
+        return self._until(attempt, "the agent cannot be started", partial(lacks_room, port=0), full)
+
+    def _until(
+        self,
+        attempt: Callable[[], T],
+        what: str,
+        passes: Callable[[OSError], bool],
+        given_up: Callable[[str, float], ElasticError],
+    ) -> T:
+        limit = self._patience_seconds
+        deadline: float | None = None
         while True:
             try:
                 result = attempt()
             except OSError as exc:
-                if not is_away(exc):
+                if not passes(exc):
                     raise
-                away_since = self._wait_for_answer(place, exc, away_since)
-                continue
-            if away_since is not None:
-                logger.info("%s is there again", place)
-            return result
-
-    def _wait_for_answer(self, place: str, why: OSError, since: float | None) -> float:
-        now, limit = time.monotonic(), self._patience_seconds
-        if since is None:
-            since = now
-            logger.warning(
-                "%s: %s: it is tried until --join-timeout (%g s) is over; check its file server",
-                place,
-                why.strerror or why,
-                limit,
-            )
-        if now - since >= limit:
-            raise StorageGoneError(
-                f"{place} has not answered for {now - since:.0f} s (--join-timeout {limit:g}): {why.strerror or why}; "
-                "check its file server"
-            ) from why
-        self.pause(_AGAIN_SECONDS)
-        return since
+                why = exc.strerror or str(exc)
+                if deadline is None:
+                    deadline = time.monotonic() + limit
+                    logger.warning("%s: %s: it is tried until --join-timeout (%g s) is over", what, why, limit)
+                if time.monotonic() >= deadline:
+                    raise given_up(why, limit) from exc
+            else:
+                if deadline is not None:
+                    logger.info("%s: that has passed", what)
+                return result
+            self.pause(_AGAIN_SECONDS)
