@@ -142,7 +142,8 @@ class JobConfig:
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> JobConfig:
     """The settings of `elasticd run` from its arguments, PET_* variables and the job file, checked.
 
-    Raises: UsageError, of one line, for the first thing that is wrong. Logs each flag that has no effect here.
+    Raises: UsageError, of one line, for the first thing that is wrong; StorageGoneError. Logs each flag that has no
+    effect here.
     """
     given = collect(argv, environ)
     rules.check(given, environ)

@@ -104,6 +104,26 @@ def test_sigterm_without_a_launcher_is_a_request_to_stop() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+def test_a_loop_that_is_entered_again_after_sigterm_hears_it_again_also_after_a_fork() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        session = Session(WorkerEnvironment())
+        for _ in range(2):
+            session.enter_loop(step=0, base_step=0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+                child = os.fork()
+            if not child:
+                os._exit(0)
+            os.waitpid(child, 0)
+            assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+            signal.raise_signal(signal.SIGTERM)
+            assert session.agree().stop
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        signal.signal(signal.SIGTERM, before)
+
+
 def _agree(rank: int, world_size: int, store: Any) -> list[Any]:
     session = make_session(rank, world_size, store)
     rounds = []
