@@ -54,7 +54,8 @@ class JobLock:
         deadline = time.monotonic() + _WAIT_SECONDS
         try:
             own = _open_own(checkpoint_dir)
-            self._files = [_LockFile(_open_for_host(checkpoint_dir, runtime)), *([own] if own else [])]
+            self._files = [own] if own else []
+            self._files.insert(0, _LockFile(_open_for_host(checkpoint_dir, runtime)))
             for file in list(self._files):
                 try:
                     self._wait_for(file, deadline, pause)
@@ -177,10 +178,18 @@ def _open_own(checkpoint_dir: str) -> _LockFile | None:
         Path(local).mkdir(mode=0o750, parents=True, exist_ok=True)
         return _open_file(Path(local) / ".lock")
     except OSError as exc:
-        if is_away(exc):
+        if is_away(exc) and not _can_be_read(local):
             raise
         _warn(checkpoint_dir, exc)
         return None
+
+
+def _can_be_read(folder: str) -> bool:
+    """Whether it is there, though it may not take a file: of a disk that fails to write, training reads what it has."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        next(entries, None)
+        return True
+    return False
 
 
 def _open_file(path: Path) -> _LockFile:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import TypeVar
 
 from elastic.agent.mailbox import Mailbox, SignalReceived
@@ -65,10 +65,10 @@ class Start:
         def full(why: str, limit: float) -> ElasticError:
             return ElasticError(
                 f"the agent could not be started for {limit:g} s (--join-timeout): {why}; see ulimit -n and -u, free "
-                "memory, net.ipv4.ip_local_port_range"
+                "memory, net.ipv4.ip_local_port_range, and the room in the runtime directory"
             )
 
-        return self._until(attempt, "the agent cannot be started", partial(lacks_room, port=0), full)
+        return self._until(attempt, "the agent cannot be started", _is_short, full)
 
     def _until(
         self,
@@ -96,3 +96,8 @@ class Start:
                     logger.info("%s: that has passed", what)
                 return result
             self.pause(_AGAIN_SECONDS)
+
+
+def _is_short(error: OSError) -> bool:
+    """As `lacks_room`, or on the disk."""
+    return lacks_room(error, port=0) or error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -6,6 +6,7 @@ the agent's loop and never otherwise; longer timeouts while a join or a drain is
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -105,7 +106,8 @@ class Life:
         self._marker = runtime / _MARKER if supervised else None
         self.restarted = self._marker is not None and self._marker.exists()
         if self._marker is not None:
-            self._marker.write_text(f"{time.time():.0f}\n")
+            with contextlib.suppress(OSError):  # on a full disk it is there all the same, and empty
+                self._marker.write_text(f"{time.time():.0f}\n")
 
     def end(self, exit_code: ExitCode) -> None:
         if self._marker is not None and exit_code in FINAL:

@@ -172,6 +172,23 @@ def test_a_directory_that_was_read_only_at_the_start_of_a_job_is_still_its_own_w
         JobLock(str(tmp_path / "link"), tmp_path, run_id=None)
 
 
+def test_a_disk_that_is_read_but_fails_to_write_is_locked_on_this_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ckpt = tmp_path / "ckpt"
+    opened = os.open
+
+    def broken(path: Any, flags: int, mode: int = 0o777) -> int:
+        if Path(path).is_relative_to(ckpt) and flags & os.O_CREAT:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", broken)
+    with contextlib.closing(JobLock(str(ckpt), tmp_path, run_id=None)) as lock:
+        assert "cannot hold a lock: Input/output error" in caplog.text
+        assert len(lock.descriptors) == 1
+
+
 def make_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import signal
 import socket
@@ -19,10 +20,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from elastic import pidfd
-from elastic.agent import crew, logs, starting, workers
+from elastic.agent import crew, instance, logs, starting, workers
 from elastic.agent import guard as guards
 from elastic.agent.child import Birth, Command
 from elastic.agent.guard import Guard
+from elastic.agent.instance import Instance
 from elastic.agent.log_thread import log_thread
 from elastic.agent.logs import Console
 from elastic.agent.mailbox import Mailbox
@@ -191,6 +193,36 @@ def test_what_the_agent_starts_before_its_loop_leaves_nothing_where_there_is_no_
     with pytest.raises(BlockingIOError), log_thread():
         raise AssertionError("not reached")
     assert open_files() == before
+
+
+def test_an_agent_that_finds_no_room_in_its_runtime_directory_leaves_nothing_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "_AGAIN_SECONDS", 0.01)
+    before, fills = open_files(), [errno.ENOSPC, errno.EDQUOT]
+
+    def opener(path: str, flags: int) -> int:
+        assert {found.name.split("-")[0] for found in tmp_path.iterdir()} == {".agent"}
+        if fills:
+            raise OSError(fills.pop(), "no room")
+        return os.open(path, flags, 0o640)
+
+    monkeypatch.setattr(instance, "closed_to_others", opener)
+    with contextlib.closing(Mailbox()) as mailbox:
+        start = Start(mailbox, Notifier({}), usr1_drains=False, patience_seconds=30.0)
+        start.find_room(lambda: Instance(tmp_path)).close()
+    assert (fills, list(tmp_path.iterdir())) == ([], [])
+    assert open_files() == before
+
+
+def test_a_runtime_directory_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with pytest.raises(UsageError, match=f"the runtime directory {tmp_path} cannot hold a lock: No locks available"):
+        Instance(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lease_and_a_watch_without_a_thread_are_as_a_store_that_does_not_answer(
