@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ from elastic.training.environment import WorkerEnvironment, read_environment
 from elastic.training.session import Session
 from tests.support.ranks import run_ranks
 from tests.training.worlds import make_session
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """What sessions do to them is not left to the tests of others."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def under_agent(tmp_path: Path) -> tuple[Session, progress.ProgressReader]:
