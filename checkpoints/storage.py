@@ -25,6 +25,7 @@ PAGE_BYTES = 4096
 CHUNK_BYTES = 16 << 20
 DIRECT_FROM_BYTES = 1 << 20  # below this O_DIRECT gains nothing
 FILE_MODE = 0o640
+_FILE_SCHEMES = ("file", "local")  # fsspec's names for it
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -218,19 +219,26 @@ def _write_buffered(descriptor: int, view: memoryview, done: int, observe: Obser
         done += written
 
 
+def local_path(directory: str | os.PathLike[str]) -> str | None:
+    """The absolute path of what a plain path, file:// or local:// names; None: it takes fsspec to reach it."""
+    text = os.fspath(directory)
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme not in _FILE_SCHEMES:
+        return None
+    return str(Path(rest if separator else text).absolute())
+
+
 def open_storage(directory: str | os.PathLike[str]) -> tuple[Storage, str]:
     """The storage that reaches `directory`, and the directory as that storage names it.
 
-    A plain path or a file:// URL is a file system; any other URL goes through fsspec.
+    A plain path, a file:// or a local:// URL is a file system; any other URL goes through fsspec.
 
     Raises: NoDriverError: fsspec knows no such URL, or not without a package that is not installed.
     """
     text = os.fspath(directory)
-    scheme, separator, rest = text.partition("://")
-    if not separator:
-        return LocalStorage(), str(Path(text).absolute())
-    if scheme == "file":
-        return LocalStorage(), str(Path(rest).absolute())
+    local = local_path(text)
+    if local is not None:
+        return LocalStorage(), local
     from .object_storage import ObjectStorage
 
     try:

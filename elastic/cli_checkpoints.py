@@ -21,12 +21,13 @@ def run_action(options: argparse.Namespace) -> int:
     Raises: UsageError when the directory is not there, ElasticError when the work itself fails.
     """
     directory: str = options.directory
-    if "://" not in directory and not Path(directory).is_dir():
-        what = "is not a directory" if Path(directory).exists() else "does not exist"
-        raise UsageError(f"checkpoint directory {directory!r} {what}")
-    _name_its_folder(options)
     catalog = own_checkpoints("catalog")  # under this name also when the working directory has a checkpoints.py
     try:
+        local = own_checkpoints("storage").local_path(directory)
+        if local is not None and not Path(local).is_dir():
+            what = "is not a directory" if Path(local).exists() else "does not exist"
+            raise UsageError(f"checkpoint directory {directory!r} {what}")
+        _name_its_folder(options)
         code: int = _ACTIONS[options.action](catalog, options)
     except own_checkpoints("errors").CheckpointError as exc:
         raise ElasticError(str(exc)) from exc

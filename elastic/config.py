@@ -20,6 +20,7 @@ from typing import Any, Literal
 from elastic import rules, values
 from elastic.errors import UsageError
 from elastic.flags import Given, collect
+from elastic.own_checkpoints import own_checkpoints
 from elastic.status import plural
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ _SHARED = (
     *("restart_window_seconds", "drain_grace_seconds"),
 )
 _PATHS = (
-    *("log_dir", "checkpoint_dir", "etcd_ca", "etcd_cert", "etcd_key"),
+    *("log_dir", "etcd_ca", "etcd_cert", "etcd_key"),
     *("http_token_file", "http_cert", "http_key"),
 )
 _AS_THEY_ARE = (
@@ -100,7 +101,7 @@ class JobConfig:
     preload: tuple[str, ...] = ()
     memory_checkpoints: bool = True
     memory_every: int | None = None  # steps; None = as the measured cost allows
-    checkpoint_dir: str | None = None  # an absolute path, or a URL of fsspec
+    checkpoint_dir: str | None = None  # an absolute path, or a URL that takes fsspec
     checkpoint_every: str | None = None  # "100" = steps, "30s" = time
     allow_fresh_start: bool = False  # begin at step 0 although there are checkpoints and none is good
     usr1: Literal["save", "drain"] = "save"
@@ -144,7 +145,8 @@ def load(argv: Sequence[str], environ: Mapping[str, str], *, root: Path | None =
 
     `root`: the tree of an image in which the job is to run; what its paths name is looked for there.
 
-    Raises: UsageError, of one line, for the first thing that is wrong. Logs each flag that has no effect here.
+    Raises: UsageError, of one line, for the first thing that is wrong; StorageGoneError. Logs each flag that has no
+    effect here.
     """
     given = collect(argv, environ)
     rules.check(given if root is None else _within(given, root), environ)
@@ -152,6 +154,7 @@ def load(argv: Sequence[str], environ: Mapping[str, str], *, root: Path | None =
     host, port = given["http"]
     many = rules.backend(given) == "etcd3"
     paths: dict[str, Any] = {key: _absolute(given[key]) for key in _PATHS}
+    paths["checkpoint_dir"] = _checkpoint_dir(given["checkpoint_dir"])
     return JobConfig(
         script=given["training_script"],
         args=tuple(given["training_script_args"] or ()),
@@ -269,3 +272,11 @@ def _shutdown_timeout(given: Given, environ: Mapping[str, str]) -> float:
 def _absolute(path: str | None) -> str | None:
     """Workers may change their directory; URLs stay as they are."""
     return path if not path or "://" in path else str(Path(path).absolute())
+
+
+def _checkpoint_dir(directory: str | None) -> str | None:
+    """By one name, however it was written: file:///x is /x, whose lock, account and room are looked for there."""
+    if not directory:
+        return directory
+    local: str | None = own_checkpoints("storage").local_path(directory)
+    return directory if local is None else local

@@ -10,6 +10,7 @@
     |   +-- DatasetChangedError        1    the checkpoint was made from other data
     +-- NotEnoughNodesError            3    fewer than MIN nodes for --join-timeout
     +-- StoreGoneError                 4    the store was away for longer than --join-timeout
+    +-- StorageGoneError               4    so was a file server, at the start
     +-- StoreUnavailableError          4    the store does not answer now; within --join-timeout it is waited for
     +-- StepsLostError                 5    stopped, but steps after the newest committed one are lost
     +-- DoNotRetryError                78   a worker said that a retry is useless (EX_CONFIG)
@@ -85,6 +86,12 @@ class NotEnoughNodesError(ElasticError):
 
 class StoreGoneError(ElasticError):
     """The store did not answer for longer than --join-timeout."""
+
+    exit_code = ExitCode.STORE_GONE
+
+
+class StorageGoneError(ElasticError):
+    """The file server of what the job needs did not answer, at the start: --checkpoint-dir, --log-dir, the script."""
 
     exit_code = ExitCode.STORE_GONE
 

@@ -14,6 +14,8 @@ import signal
 import threading
 from typing import Any
 
+from elastic.passing import start_thread
+
 _PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434  # the same number on every architecture that torch runs on
 _NONE_HERE = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES, errno.ENODEV})
 _LIBC: Any = ctypes.CDLL(None, use_errno=True)
@@ -40,7 +42,7 @@ def send_signal(pidfd: int, number: signal.Signals) -> None:
 def end_of_child(pid: int) -> int:
     """A descriptor that becomes readable when this child has ended; it is not reaped. The caller closes it.
 
-    Raises: OSError.
+    Raises: OSError, also when there is no room for a thread.
     """
     pidfd = open_pidfd(pid)
     if pidfd is not None:
@@ -52,7 +54,12 @@ def end_of_child(pid: int) -> int:
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         os.close(writing)
 
-    threading.Thread(target=wait, name=f"end-of-{pid}", daemon=True).start()
+    try:
+        start_thread(threading.Thread(target=wait, name=f"end-of-{pid}", daemon=True))
+    except OSError:
+        os.close(reading)
+        os.close(writing)
+        raise
     return reading
 
 

@@ -12,14 +12,17 @@ import logging
 import os
 import re
 import shutil
+import stat
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from pathlib import Path
 
 from elastic import values
-from elastic.errors import UsageError
+from elastic.errors import StorageGoneError, UsageError
 from elastic.flags import Given
+from elastic.own_checkpoints import own_checkpoints
+from elastic.passing import is_away
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ _NAME = re.compile(r"[^\s/\x00-\x1f\x7f]{1,128}")
 
 
 def check(given: Given, environ: Mapping[str, str]) -> None:
-    """Raises: UsageError at the first rule that does not hold."""
+    """Raises: UsageError at the first rule that does not hold. StorageGoneError: the script's file server is away."""
     _check_target(given, environ)
     _check_preload(given, environ)
     _check_rendezvous(given)
@@ -68,18 +71,26 @@ def _check_target(given: Given, environ: Mapping[str, str]) -> None:
     elif given["no_python"] and not given["run_path"]:
         if shutil.which(name, path=environ.get("PATH")) is None:
             raise UsageError(f"program {name!r} (--no-python) is not an executable file, here or in PATH")
-    elif not Path(name).exists():
+    else:
+        _check_script(name)
+
+
+def _check_script(name: str) -> None:
+    found = _look(f"script {name!r}", name, is_needed=True)
+    if found is None:
         raise UsageError(f"script {name!r} does not exist (in {Path.cwd()})")
-    elif not os.access(name, os.R_OK):
+    if not os.access(name, os.R_OK):
         raise UsageError(f"script {name!r} cannot be read by this user")
-    elif Path(name).is_dir() and not (Path(name) / "__main__.py").is_file():
-        raise UsageError(f"script {name!r} is a directory without a __main__.py")
+    if stat.S_ISDIR(found.st_mode):
+        main = _look(f"script {name!r}", Path(name) / "__main__.py", is_needed=True)
+        if main is None or not stat.S_ISREG(main.st_mode):
+            raise UsageError(f"script {name!r} is a directory without a __main__.py")
 
 
 def _check_module(name: str, environ: Mapping[str, str]) -> None:
     """Only the top-level package is looked for: deeper ones cannot be found without importing it."""
     top = name.split(".")[0]
-    if name.endswith(".py") and Path(name).exists():
+    if name.endswith(".py") and _look(f"module {name!r}", name) is not None:
         raise UsageError(f"module {name!r} is a file: leave out -m, or name it {name[:-3]!r}")
     if not all(part.isidentifier() for part in name.split(".")):
         raise UsageError(f"module {name!r} is not a module's name; a file is run without -m")
@@ -214,8 +225,38 @@ def _check_checkpoints(given: Given) -> None:
         return
     if not directory:
         raise UsageError(f"{given.named('checkpoint_dir')} is empty; give a directory or leave it out")
-    if "://" not in directory and Path(directory).exists() and not Path(directory).is_dir():
-        raise UsageError(f"{given.named('checkpoint_dir')} is a file, not a directory")
+    local = own_checkpoints("storage").local_path(directory)
+    if local is not None:
+        _check_directory(given, "checkpoint_dir", local)
+
+
+def _check_directory(given: Given, key: str, path: str) -> None:
+    """Of one that is made where it is not there."""
+    found = _look(given.named(key), path)
+    if found is not None and not stat.S_ISDIR(found.st_mode):
+        raise UsageError(f"{given.named(key)} is a file, not a directory")
+
+
+def _look(name: str, path: str | Path, *, is_needed: bool = False) -> os.stat_result | None:
+    """What is at a path that `name` names, None: nothing; or its file server is away, which is waited out later.
+
+    `is_needed`: it is now, so that this is an error as well. Raises: UsageError, StorageGoneError.
+    """
+    try:
+        return os.stat(path)  # noqa: PTH116
+    except FileNotFoundError:
+        return None
+    except ValueError as exc:  # a NUL
+        raise UsageError(f"{name}: {exc}") from exc
+    except OSError as exc:
+        if not is_away(exc):
+            raise UsageError(
+                f"{name}: {exc.strerror or exc}: give a path whose directories this user may enter, and whose names "
+                "the file system takes"
+            ) from exc
+        if is_needed:
+            raise StorageGoneError(f"{name}: {exc.strerror or exc}; check its file server") from exc
+        return None
 
 
 def _check_logs(given: Given) -> None:
@@ -233,9 +274,8 @@ def _check_logs(given: Given) -> None:
         raise UsageError(f"{given.named('rdzv_conf')} is not KEY=VALUE[,KEY=VALUE...]: {exc}") from exc
     if given["local_ranks_filter"] and not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", given["local_ranks_filter"]):
         raise UsageError(f"{given.named('local_ranks_filter')} is not a list of local ranks such as 0,1,2")
-    directory = given["log_dir"]
-    if directory and Path(directory).exists() and not Path(directory).is_dir():
-        raise UsageError(f"{given.named('log_dir')} is a file, not a directory")
+    if given["log_dir"]:
+        _check_directory(given, "log_dir", given["log_dir"])
     plugin = given["logs_specs"]
     if plugin and not importlib.metadata.entry_points(group="torchrun.logs_specs", name=plugin):
         raise UsageError(

@@ -14,6 +14,7 @@ from elastic.agent.measuring import StoreMeter
 from elastic.config import JobConfig, program_of, shared_settings
 from elastic.errors import UsageError
 from elastic.own_checkpoints import own_checkpoints
+from elastic.passing import is_away
 from elastic.rendezvous.lease import FENCE_SHARE
 from elastic.rendezvous.membership import Membership
 from elastic.rendezvous.round import Budget, Limits, Node
@@ -33,14 +34,16 @@ class Rendezvous:
     meter: StoreMeter = dataclasses.field(default_factory=StoreMeter)
 
 
-def make_rendezvous(config: JobConfig, http_port: int = 0, *, restarted: bool = False) -> Rendezvous:
+def make_rendezvous(
+    config: JobConfig, http_port: int = 0, *, first_number: int = 1, restarted: bool = False
+) -> Rendezvous:
     """Nothing is opened yet but the connection to etcd.
 
-    `http_port`: where this agent's server listens, 0: nowhere. `restarted`: by systemd, not by an operator.
+    `http_port`: where this agent's server listens, 0: nowhere. `first_number`: of the next round, at the least.
+    `restarted`: by systemd, not by an operator.
 
     Raises: UsageError, StoreUnavailableError.
     """
-    first_number = 1 + highest_round(config.checkpoint_dir)
     if config.rdzv_backend == "standalone":
         return _standalone(config, first_number, http_port)
     return _on_etcd(config, first_number, http_port, restarted)
@@ -70,12 +73,17 @@ def _is_loopback(host: str) -> bool:
 
 
 def highest_round(checkpoint_dir: str | None) -> int:
-    """The highest round that has left a trace in the job's checkpoints. Raises: UsageError."""
+    """The highest round that has left a trace in the job's checkpoints.
+
+    Raises: UsageError. OSError: their file server is away.
+    """
     if checkpoint_dir is None:
         return 0
     try:
         return int(own_checkpoints("catalog").highest_round(checkpoint_dir))
     except OSError as exc:
+        if is_away(exc):
+            raise
         raise UsageError(f"--checkpoint-dir {checkpoint_dir}: {exc.strerror or exc}") from exc
 
 

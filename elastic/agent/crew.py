@@ -29,6 +29,7 @@ from elastic.agent.warden import kill_everything
 from elastic.agent.workers import Worker, WorkerPlan, Workers
 from elastic.config import JobConfig
 from elastic.errors import UsageError
+from elastic.passing import lacks_room
 from elastic.progress import Outcome, Progress
 from elastic.rendezvous.round import Round
 from elastic.status import FailureStatus
@@ -41,7 +42,6 @@ _SETTLED_SECONDS = 10.0  # a script without a session that ran this long has got
 _SWEEP_SECONDS = 2.0
 _COLD_UP_SECONDS, _WARM_UP_SECONDS = 5.0, 2.0  # a script without a session has begun by then, we suppose
 _SILENT_LOOP_SECONDS = 60.0  # one with a session that does not report steps
-_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN})
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class Crew:
 
         Raises:
             UsageError: --master-addr or --master-port cannot be had.
-            OSError: this host has no room for it now: no thread, no descriptor, no memory.
+            OSError: this host has no room for it now: no thread, no descriptor, no memory, no port.
         """
         if self._next_store is not None:
             return self._next_address[1]
@@ -331,7 +331,7 @@ def _listen(host: str, port: int) -> socket.socket:
                 listener.close()
                 raise
         except OSError as exc:
-            if exc.errno in _NO_ROOM:
+            if lacks_room(exc, port=port):
                 raise
             failures_seen.append(f"{candidate}:{port}: {exc.strerror or exc}")
         else:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from elastic.agent.mailbox import Mailbox
 from elastic.agent.warden import Warden, boottime
+from elastic.passing import lacks_room
 from elastic.pidfd import end_of_child
 
 logger = logging.getLogger(__name__)
@@ -30,13 +31,29 @@ class Guard:
         self._fed_at = boottime()
         self._warden: Warden | None = None
         self._end = -1  # readable when the warden has ended
+        self._is_wanted = self._has_complained = False
 
     def start(self) -> None:
-        self._warden = Warden(self._nonce, keep_open=self._keep_open)
-        self._warden.groups(self._groups)
-        self._deadline = math.inf
-        self._end = end_of_child(self._warden.pid)
+        """Where this host has no room for one now, the next word to it is another try."""
+        self._is_wanted, self._deadline = True, math.inf
+        try:
+            warden = Warden(self._nonce, keep_open=self._keep_open)
+            try:
+                self._end = end_of_child(warden.pid)
+            except OSError:
+                warden.kill()
+                warden.close()
+                raise
+        except OSError as exc:
+            if not lacks_room(exc):
+                raise
+            if not self._has_complained:
+                logger.warning("no warden can be started now: %s; trying again", exc)
+            self._has_complained = True
+            return
+        self._warden, self._has_complained = warden, False
         self._mailbox.watch(self._end, KEY)
+        warden.groups(self._groups)
 
     def replace(self) -> None:
         """The warden has ended, though nobody told it to."""
@@ -91,6 +108,8 @@ class Guard:
         return frozenset() if self._warden is None else frozenset({self._warden.pid})
 
     def _say(self, how: Callable[[Warden], None]) -> None:
+        if self._warden is None and self._is_wanted:
+            self.start()
         if self._warden is None:
             return
         try:
@@ -101,6 +120,7 @@ class Guard:
 
     def close(self) -> None:
         """Everything is stopped."""
+        self._is_wanted = False
         if self._warden is not None:
             self._mailbox.unwatch(self._end)
             self._warden.close()

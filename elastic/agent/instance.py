@@ -26,22 +26,33 @@ class Instance:
     """Folder `agent-<pid>` below the runtime directory, held by a lock, so that a dead agent's folder is recognised."""
 
     def __init__(self, runtime: Path) -> None:
-        """Raises: UsageError when there can be none."""
+        """Raises: UsageError when there can be none. OSError when the host has no room for it now."""
         self._runtime = runtime
         self.nonce = secrets.token_hex(16)
         self.folder = runtime / f"agent-{os.getpid()}"
         sweep(runtime)
         making = runtime / f".{self.folder.name}-{self.nonce[:8]}"
         making.mkdir(mode=0o700)
-        self._lock = _open_lock(making / "lock", os.O_CREAT)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        with contextlib.ExitStack() as undo:
+            undo.callback(remove_tree, making)
+            self._lock = _open_lock(making / "lock", os.O_CREAT)
+            undo.callback(os.close, self._lock)
+            self._fill(making)
+            undo.pop_all()
+
+    def _fill(self, making: Path) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError as exc:
+            raise UsageError(
+                f"the runtime directory {self._runtime} cannot hold a lock: {exc.strerror or exc}; set "
+                "RUNTIME_DIRECTORY to one of this host's own"
+            ) from exc
         with open(making / "nonce", "w", opener=closed_to_others) as file:  # for whoever sweeps after us
             file.write(self.nonce)
         try:
             making.rename(self.folder)  # from now on others see it, and it is locked
         except OSError as exc:
-            os.close(self._lock)
-            remove_tree(making)
             raise UsageError(
                 f"{self.folder} is held by another live agent, of another container then: give each of them a "
                 "RUNTIME_DIRECTORY of its own"

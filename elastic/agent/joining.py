@@ -52,7 +52,7 @@ class Joining:
         if now - self._no_room_since > self._patience_seconds:
             raise ElasticError(
                 f"the store for the next round could not be opened for {self._patience_seconds:g} s (--join-timeout): "
-                f"{why}; see ulimit -n and -u, free memory"
+                f"{why}; see ulimit -n and -u, free memory, net.ipv4.ip_local_port_range"
             ) from why
 
     def ended(self) -> None:

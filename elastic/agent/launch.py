@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from elastic.agent.agent import SIGNALS, Agent
-from elastic.agent.assembly import make_rendezvous
+from elastic.agent.assembly import highest_round, make_rendezvous
 from elastic.agent.crew import Crew
 from elastic.agent.environment import job_command
 from elastic.agent.give_back import note_membership
@@ -28,10 +28,11 @@ from elastic.agent.mailbox import Mailbox
 from elastic.agent.measuring import Measuring
 from elastic.agent.memory import memory_folder
 from elastic.agent.profiles import Profiles
+from elastic.agent.starting import Start, StoppedError
 from elastic.agent.stop_timeout import own_unit, warn_if_short
 from elastic.agent.systemd import Life, Notifier
 from elastic.config import JobConfig
-from elastic.errors import ExitCode, UsageError
+from elastic.errors import ElasticError, ExitCode, UsageError
 from elastic.metrics.access import Access, exposure, load_access
 from elastic.metrics.catalogue import Samples
 from elastic.metrics.exposition import Exposition
@@ -47,29 +48,61 @@ logger = logging.getLogger(__name__)
 
 
 def run_job(config: JobConfig) -> int:
-    """Run the job on this node until it ends. Returns the exit code. Raises: UsageError."""
+    """Run the job on this node until it ends. Returns the exit code. Raises: ElasticError before it begins."""
     notifier = Notifier(os.environ)  # before anything is started that inherits the environment
     faulthandler.enable(2)  # systemd's watchdog ends us by SIGABRT: stacks go to the journal; sys.stderr may be None
     mailbox = Mailbox()
     mailbox.take_signals(SIGNALS)
+    start = Start(mailbox, notifier, usr1_drains=config.usr1 == "drain", patience_seconds=config.join_timeout_seconds)
+    with contextlib.closing(mailbox), contextlib.ExitStack() as stack:
+        life = Life(runtime_dir(os.environ), supervised=notifier.is_listened_to)
+        try:
+            start.find_room(lambda: stack.enter_context(log_thread()))
+            return _run(config, notifier, mailbox, start, life)
+        except StoppedError as stop:
+            notifier.ending(ExitCode.DRAINED)
+            life.end(ExitCode.DRAINED)
+            logger.info("%s", stop)
+            return int(ExitCode.DRAINED)
+        except ElasticError as exc:
+            life.end(exc.exit_code)
+            raise
+
+
+def _run(config: JobConfig, notifier: Notifier, mailbox: Mailbox, start: Start, life: Life) -> int:
+    """Raises: StoppedError, ElasticError: before the agent's loop has begun."""
+    agent, held = start.find_room(lambda: _prepare(config, notifier, mailbox, start, life))
+    with held:
+        agent.run()
+        life.end(agent.exit_code)
+        return _report(agent, config)
+
+
+def _prepare(
+    config: JobConfig, notifier: Notifier, mailbox: Mailbox, start: Start, life: Life
+) -> tuple[Agent, contextlib.ExitStack]:
+    """The agent, and what is to be closed when it has run. Raises: as `_run`; OSError: there is no room for it."""
     memory = memory_folder() if config.memory_checkpoints else contextlib.nullcontext()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.closing(mailbox))
-        stack.enter_context(log_thread())
         instance = stack.enter_context(_instance())
         memory_dir = stack.enter_context(memory)
-        keep_open = stack.enter_context(_lock_checkpoints(config, instance))
-        nonce, life = instance.nonce, Life(instance.folder.parent, supervised=notifier.is_listened_to)
+        keep_open = stack.enter_context(_lock_checkpoints(config, instance, start))
+        checkpoints = f"--checkpoint-dir {config.checkpoint_dir}"
+        highest = start.reach(checkpoints, lambda: highest_round(config.checkpoint_dir))
+        logs_specs = start.reach(
+            f"--log-dir {config.log_dir}", lambda: make_logs_specs(config, instance.folder / "logs")
+        )
+        nonce = instance.nonce
         note_membership(instance.folder, config)
         if notifier.is_listened_to:
             warn_if_short(config, own_unit())
         access = load_access(config.http_token_file, config.http_cert, config.http_key)
         tcp = stack.enter_context(bind_tcp(config.http_host, config.http_port))
-        rendezvous = make_rendezvous(config, tcp.getsockname()[1], restarted=life.restarted)
-        membership = rendezvous.membership
+        rendezvous = make_rendezvous(config, tcp.getsockname()[1], first_number=1 + highest, restarted=life.restarted)
+        membership = stack.enter_context(contextlib.closing(rendezvous.membership))
         crew = Crew(
             config=config,
-            logs_specs=make_logs_specs(config, instance.folder / "logs"),
+            logs_specs=logs_specs,
             mailbox=mailbox,
             folder=instance.folder,
             nonce=nonce,
@@ -103,9 +136,7 @@ def run_job(config: JobConfig) -> int:
         server = StatusServer(tcp, socket_path(instance.folder.parent, os.getpid()), site, access)
         stack.enter_context(contextlib.closing(server))
         _say_where(config, server, access)
-        agent.run()
-        life.end(agent.exit_code)
-        return _report(agent, config)
+        return agent, stack.pop_all()
 
 
 def _say_where(config: JobConfig, server: StatusServer, access: Access) -> None:
@@ -125,22 +156,25 @@ def _add_shared(folders: list[Path], samples: Samples) -> None:
 
 
 @contextlib.contextmanager
-def _lock_checkpoints(config: JobConfig, instance: Instance) -> Iterator[tuple[int, ...]]:
+def _lock_checkpoints(config: JobConfig, instance: Instance, start: Start) -> Iterator[tuple[int, ...]]:
     """A job on one node has its checkpoints to itself, and so have the agents of one on many together.
 
     Yields what the warden is to hold as well. Raises: UsageError: another job has them, or nothing can reach them.
+    StoppedError, StorageGoneError.
     """
-    if config.checkpoint_dir is None:
+    directory, runtime = config.checkpoint_dir, instance.folder.parent
+    if directory is None:
         yield ()
         return
-    if "://" in config.checkpoint_dir:
+    if "://" in directory:
         try:
-            own_checkpoints("storage").open_storage(config.checkpoint_dir)
+            own_checkpoints("storage").open_storage(directory)
         except own_checkpoints("errors").NoDriverError as exc:
             raise UsageError(f"--checkpoint-dir cannot be reached from here: {exc}") from exc
     run_id = None if config.rdzv_backend == "standalone" else config.run_id
-    with contextlib.closing(JobLock(config.checkpoint_dir, instance.folder.parent, run_id=run_id)) as lock:
-        yield (lock.descriptor,)
+    take = partial(JobLock, directory, runtime, run_id=run_id, pause=start.pause)
+    with contextlib.closing(start.reach(f"--checkpoint-dir {directory}", take)) as lock:
+        yield lock.descriptors
 
 
 @contextlib.contextmanager

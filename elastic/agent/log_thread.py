@@ -13,6 +13,8 @@ import threading
 from collections.abc import Iterator
 from logging.handlers import QueueHandler
 
+from elastic.passing import start_thread
+
 LOG_THREAD = "elasticd-log"
 _LINES = 10_000
 _FLUSH_SECONDS = 2.0
@@ -33,14 +35,17 @@ class _Dropping(QueueHandler):
 
 @contextlib.contextmanager
 def log_thread() -> Iterator[None]:
-    """While the block runs, a thread serves our loggers' handlers; what is left is written at the end, if it can be."""
+    """While the block runs, a thread serves our loggers' handlers; what is left is written at the end, if it can be.
+
+    Raises: OSError when there is no room for a thread.
+    """
     lines: queue.Queue[logging.LogRecord | None] = queue.Queue(_LINES)
     front = _Dropping(lines)
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = {logger: list(logger.handlers) for logger in loggers}
     handlers = list(dict.fromkeys(handler for found in before.values() for handler in found))
     thread = threading.Thread(target=_serve, args=(lines, handlers), name=LOG_THREAD, daemon=True)
-    thread.start()
+    start_thread(thread)
     for logger in loggers:
         if before[logger]:
             logger.handlers = [front]

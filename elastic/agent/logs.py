@@ -20,6 +20,7 @@ from torch.distributed.run import _get_logs_specs_class
 
 from elastic.config import JobConfig
 from elastic.errors import UsageError
+from elastic.passing import is_away, start_thread
 from elastic.runtime import closed_to_others
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ def make_logs_specs(config: JobConfig, fallback: Path) -> LogsSpecs:
     """torch's LogsSpecs for the job. Without --log-dir only error files are written, below `fallback`.
 
     With --log-dir and neither --redirects nor --tee, both streams are teed: the console shows them and a file per rank
-    and round keeps them. Raises: UsageError when the folder cannot be made.
+    and round keeps them. Raises: UsageError when the folder cannot be made. OSError: its file server is away.
     """
     redirects, tee = Std.from_str(config.redirects), Std.from_str(config.tee)
     if config.log_dir and redirects == Std.NONE and tee == Std.NONE:
@@ -42,6 +43,8 @@ def make_logs_specs(config: JobConfig, fallback: Path) -> LogsSpecs:
             log_dir=config.log_dir or str(fallback), redirects=redirects, tee=tee, local_ranks_filter=ranks
         )
     except (OSError, ValueError) as exc:
+        if isinstance(exc, OSError) and is_away(exc):
+            raise
         raise UsageError(f"--log-dir {config.log_dir}: {exc}") from exc
 
 
@@ -80,8 +83,11 @@ class Console:
             self._filter(destination.tee_stdouts, destination.filtered_stdout, needles, prefixes)
         if needles := self._config.duplicate_stderr_filters:
             self._filter(destination.tee_stderrs, destination.filtered_stderr, needles, prefixes)
-        for tail in self._tails:
-            tail.start()
+        try:
+            for tail in self._tails:
+                tail.start()
+        except RuntimeError as exc:  # no room for a thread
+            logger.warning("this round's output is not copied, or not all of it: %s; it is in --log-dir", exc)
 
     def _filter(
         self, sources: dict[int, str], target: str, needles: tuple[str, ...], prefixes: dict[int, str] | None
@@ -106,8 +112,12 @@ class Console:
         if self._tails:
             finish = partial(_finish, self._tails, self._files, partial(self._is_over.wait, linger_seconds))
             thread = threading.Thread(target=finish, name="log-tails")
-            thread.start()
-            self._stopping = [t for t in self._stopping if t.is_alive()] + [thread]
+            try:
+                start_thread(thread)
+            except OSError:  # then the loop waits the moment that a tail takes to end
+                _finish(self._tails, self._files, lambda: None)
+            else:
+                self._stopping = [t for t in self._stopping if t.is_alive()] + [thread]
             self._tails, self._files, self._round = [], [], None
 
     def close(self) -> None:

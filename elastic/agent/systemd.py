@@ -6,6 +6,7 @@ the agent's loop and never otherwise; longer timeouts while a join or a drain is
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -51,6 +52,10 @@ class Notifier:
         if stopping or "READY" not in self._sent:
             self._wait_for(_PATIENCE_SECONDS)
         self.state(STATUS=headline(status)[:_SHOWN_CHARACTERS])
+
+    def starting(self) -> None:
+        """The loop has not begun yet: something is waited for, within limits of its own."""
+        self._wait_for(_PATIENCE_SECONDS)
 
     def ending(self, exit_code: ExitCode | None) -> None:
         """The loop is over. Who ends well without ever having been ready would count as failed."""
@@ -101,7 +106,8 @@ class Life:
         self._marker = runtime / _MARKER if supervised else None
         self.restarted = self._marker is not None and self._marker.exists()
         if self._marker is not None:
-            self._marker.write_text(f"{time.time():.0f}\n")
+            with contextlib.suppress(OSError):  # on a full disk it is there all the same, and empty
+                self._marker.write_text(f"{time.time():.0f}\n")
 
     def end(self, exit_code: ExitCode) -> None:
         if self._marker is not None and exit_code in FINAL:

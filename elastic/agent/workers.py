@@ -68,13 +68,17 @@ class Worker:
                 self.process = self._start_program(birth, environ)
             else:
                 self.process = self._start_python(birth, environ, take)
+            self.pid = self.process.pid
+            self.end = self._end()
         except OSError:
             self._reader.close()
             block.unlink()
             raise
-        self.pid = self.process.pid
+
+    def _end(self) -> int:
+        """Readable when the process has ended; one whose end nobody would see is not left. Raises: OSError."""
         try:
-            self.end = end_of_child(self.pid)
+            return end_of_child(self.pid)
         except OSError:
             self.process.kill()
             self.process.wait()

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from elastic.metrics.goodput import Account, Goodput
 from elastic.metrics.measured import TIME_KINDS
+from elastic.passing import start_thread
 from elastic.runtime import closed_to_others
 
 logger = logging.getLogger(__name__)
@@ -31,14 +32,14 @@ class KeptGoodput:
     """The account and its file. It is written by a thread of its own: storage may be slow, and the loop must not be."""
 
     def __init__(self, path: Path | None, *, save_seconds: float = _SAVE_SECONDS) -> None:
-        """Raises nothing: what cannot be read begins anew."""
+        """What cannot be read begins anew. Raises: OSError when there is no room for a thread."""
         account, gap = (Account(), 0.0) if path is None else load(path, time.time())
         self.account = Goodput(account, down_seconds=gap)
         self._path, self._save_seconds = path, save_seconds
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elasticd-goodput", daemon=True)
         if path is not None:
-            self._thread.start()
+            start_thread(self._thread)
 
     def close(self) -> None:
         """Write once more, without waiting for a directory that does not answer."""

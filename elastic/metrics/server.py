@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from elastic.errors import UsageError
 from elastic.metrics.access import CHALLENGES, OPEN, Access
 from elastic.metrics.site import Answer, Ask, Route, Site
+from elastic.passing import lacks_room, start_thread
 from elastic.runtime import socket_address
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class StatusServer:
     """Serves from construction until `close`. Commands are taken from the socket alone: it is this user's own.
 
     `tcp` is what `bind_tcp` made; it is closed with the server. `socket_path` None = TCP alone.
-    Raises: UsageError when the socket cannot be made.
+    Raises: UsageError when the socket cannot be made. OSError when this host has no room for it now.
     """
 
     def __init__(self, tcp: socket.socket, socket_path: Path | None, site: Site, access: Access = OPEN) -> None:
@@ -57,10 +58,12 @@ class StatusServer:
         if socket_path is not None:
             try:
                 unix = _bind_unix(socket_path)
+                self._listeners.append(_Listener(unix, Routes(site.routes(), site.controls), "elasticd-http-unix"))
             except OSError as exc:
-                self._listeners[0].close()
+                self.close()
+                if lacks_room(exc):
+                    raise
                 raise UsageError(f"cannot make the status socket {socket_path}: {exc.strerror or exc}") from exc
-            self._listeners.append(_Listener(unix, Routes(site.routes(), site.controls), "elasticd-http-unix"))
 
     def close(self) -> None:
         """Stop listening, end what is being answered, join the threads and remove the socket's file."""
@@ -150,7 +153,7 @@ def _read_head(connection: socket.socket) -> bytes:
 
 
 class _Listener:
-    """Accepts on one socket; a thread per connection, at most `_CONNECTIONS` of them."""
+    """Accepts on one socket, and closes it; a thread per connection, at most `_CONNECTIONS` of them."""
 
     def __init__(self, listening: socket.socket, routes: Routes, name: str, access: Access = OPEN) -> None:
         self._socket = listening
@@ -161,7 +164,11 @@ class _Listener:
         self._lock = threading.Lock()
         self._open: dict[threading.Thread, socket.socket] = {}
         self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except OSError:
+            listening.close()
+            raise
 
     def close(self) -> None:
         self._closing = True
@@ -198,8 +205,8 @@ class _Listener:
             thread = threading.Thread(target=self._serve, args=(connection,), name=f"{self._name}-client", daemon=True)
             self._open[thread] = connection
         try:
-            thread.start()
-        except RuntimeError as exc:  # no more threads
+            start_thread(thread)
+        except OSError as exc:
             logger.warning("%s: cannot serve a connection: %s", self._name, exc)
             self._forget(thread, connection)
 
@@ -232,7 +239,7 @@ class _Listener:
 def bind_tcp(host: str, port: int) -> socket.socket:
     """A listening socket at host:port; a busy port is a warning and the next free one. Who connects is not served yet.
 
-    Raises: UsageError when the host is none of this machine's.
+    Raises: UsageError when the host is none of this machine's. OSError when it has no room, or no port, now.
     """
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -243,6 +250,8 @@ def bind_tcp(host: str, port: int) -> socket.socket:
         try:
             listening = _first_free(family, place)
         except OSError as exc:
+            if lacks_room(exc, port=0):  # any port would have done in the end
+                raise
             refusal = exc  # such as a name that resolves to ::1 first on a machine without it
             continue
         used = listening.getsockname()[1]
@@ -255,7 +264,7 @@ def bind_tcp(host: str, port: int) -> socket.socket:
 def _first_free(family: int, place: Any) -> socket.socket:
     """A socket at `place`, at one of the ports after it, or at any."""
     host, port, *rest = place
-    for candidate in range(port, min(port + _PORTS_TRIED, 65535) + 1):
+    for candidate in range(port, min(port + _PORTS_TRIED, 65535) + 1) if port else ():
         try:
             return _listen(socket.socket(family, socket.SOCK_STREAM), (host, candidate, *rest))
         except OSError as exc:

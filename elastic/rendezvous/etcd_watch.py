@@ -18,6 +18,7 @@ from typing import Protocol
 import tenacity
 
 from elastic.errors import ElasticError, StoreUnavailableError
+from elastic.passing import start_thread
 from elastic.rendezvous.store import Event
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,12 @@ class EtcdWatch:
         self._thread = threading.Thread(target=self._run, name=f"elasticd-watch {self._name}", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Raises: StoreUnavailableError when this host has no room for a thread now; it is closed then."""
+        try:
+            start_thread(self._thread)
+        except OSError as exc:
+            self._closed.set()
+            raise StoreUnavailableError(f"{self._name} cannot be watched: {exc}; see ulimit -u") from exc
 
     @property
     def closed(self) -> bool:
@@ -91,7 +97,7 @@ class EtcdWatch:
         self._closed.set()
         if (stream := self._stream) is not None:
             stream.cancel()
-        if threading.current_thread() is not self._thread:
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(self._timeout_seconds)
 
     def _run(self) -> None:

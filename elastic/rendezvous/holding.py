@@ -74,8 +74,8 @@ class Holding:
         """
         if not self.lease:
             lease = self._store.grant(self._ttl)
+            self.keeper = self._make_keeper(lease, lambda: self._on_lost(lease.id))  # or the lease ends by itself
             self.lease = lease.id
-            self.keeper = self._make_keeper(lease, lambda: self._on_lost(lease.id))
         if self.entry is None:
             return self._claim(now)
         if self.node.join == 0:

@@ -10,7 +10,8 @@ import logging
 import threading
 from collections.abc import Callable
 
-from elastic.errors import ElasticError
+from elastic.errors import ElasticError, StoreUnavailableError
+from elastic.passing import start_thread
 from elastic.rendezvous.store import Lease, Store, boottime
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,11 @@ class LeaseKeeper:
         self._thread = threading.Thread(target=self._run, name="elasticd-lease", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Raises: StoreUnavailableError when this host has no room for a thread now."""
+        try:
+            start_thread(self._thread)
+        except OSError as exc:
+            raise StoreUnavailableError(f"the lease cannot be renewed: {exc}; see ulimit -u") from exc
 
     @property
     def answered(self) -> float:

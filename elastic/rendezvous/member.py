@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 from elastic.errors import ElasticError, NotEnoughNodesError, StoreGoneError
+from elastic.passing import start_thread
 from elastic.rendezvous.holding import MakeKeeper
 from elastic.rendezvous.lease import FENCE_SHARE
 from elastic.rendezvous.membership import Breakage, View, Waiting
@@ -49,7 +50,7 @@ class Member:
         self._clock = clock
         self._wakeup = threading.Event()
         self._closes_at: float | None = None  # when the thread ends at the latest; None: it is to go on
-        self._is_silence_told = False
+        self._is_silence_told = self._is_shortage_told = False
         self._on_change: Callable[[], None] = lambda: None
         self._participant = Participant(
             store=store,
@@ -66,7 +67,7 @@ class Member:
 
     def open(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
-        self._thread.start()
+        self._start()
 
     def join(self, *, after: int, store_port: int, ready: bool = True) -> None:
         self._participant.post(lambda: self._participant.join(after=after, store_port=store_port, ready=ready))
@@ -112,7 +113,10 @@ class Member:
         )
 
     def pump(self, now: float) -> float | None:
-        """The thread does what is due."""
+        """The thread does what is due, once there is room for it."""
+        if self._thread.ident is None and self._closes_at is None:
+            self._start()
+        return None
 
     def fence(self, now: float) -> float:
         """No later than the lease allows; where there is none there is nothing to lose but the agent's own pulse."""
@@ -139,6 +143,14 @@ class Member:
             self._store.close()
 
     # The thread.
+
+    def _start(self) -> None:
+        try:
+            start_thread(self._thread)
+        except OSError as exc:
+            if not self._is_shortage_told:
+                logger.warning("node %s cannot join now: %s; trying again", self._settings.node.node_id, exc)
+            self._is_shortage_told = True
 
     def _run(self) -> None:
         participant = self._participant

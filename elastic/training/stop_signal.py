@@ -17,6 +17,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.came = False
+        self._is_hooked = False  # for good: what is registered at fork stays
         self._masks = threading.local()
 
     def take(self, *, under_agent: bool) -> None:
@@ -25,7 +26,9 @@ class StopSignal:
             return
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._stop)
-            os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._give_back)
+            if not self._is_hooked:  # a second time it would find the signal held already, and never let it go
+                self._is_hooked = True
+                os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._give_back)
         if under_agent and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 import shutil
 import signal
@@ -183,3 +184,14 @@ def test_a_job_that_ends_without_its_last_step_on_disk_says_so(tmp_path: Path) -
         with running(tmp_path, *PAIR, *where, mode) as job:
             assert job.wait(30) == 0, job.output
         assert said in job.output
+
+
+def test_a_stop_while_the_checkpoint_directory_is_waited_for_is_heard_at_once(tmp_path: Path) -> None:
+    (tmp_path / "ck").mkdir()
+    with (tmp_path / "ck" / ".lock").open("w") as held, running(tmp_path, "--checkpoint-dir", "ck", *FOREVER) as job:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        wait_for(lambda: "waiting for what the agent with pid unknown has left to end" in job.output)
+        job.signal(signal.SIGTERM)
+        assert job.wait(8) == 143, job.output
+    assert "received SIGTERM before anything was started" in job.output
+    assert list((tmp_path / "run").glob("agent-*")) == []

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ from elastic.training.environment import WorkerEnvironment, read_environment
 from elastic.training.session import Session
 from tests.support.ranks import run_ranks
 from tests.training.worlds import make_session
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """What sessions do to them is not left to the tests of others."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def under_agent(tmp_path: Path) -> tuple[Session, progress.ProgressReader]:
@@ -101,6 +111,26 @@ def test_sigterm_without_a_launcher_is_a_request_to_stop() -> None:
             assert time.monotonic() < deadline
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # the second one kills
     finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_loop_that_is_entered_again_after_sigterm_hears_it_again_also_after_a_fork() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        session = Session(WorkerEnvironment())
+        for _ in range(2):
+            session.enter_loop(step=0, base_step=0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+                child = os.fork()
+            if not child:
+                os._exit(0)
+            os.waitpid(child, 0)
+            assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+            signal.raise_signal(signal.SIGTERM)
+            assert session.agree().stop
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         signal.signal(signal.SIGTERM, before)
 
 

@@ -110,6 +110,7 @@ def test_version_and_help(elasticd: Any) -> None:
         (["checkpoints", "list"], "DIR"),
         (["checkpoints", "list", "gone"], "checkpoint directory 'gone' does not exist"),
         (["checkpoints", "verify", "file"], "checkpoint directory 'file' is not a directory"),
+        (["checkpoints", "list", "file://{}/file"], "is not a directory"),
         (["checkpoints", "prune", ".", "--keep-last", "0"], "--keep-last=0 must be 1 or more"),
         (["checkpoints", "export", ".", "gone/x.safetensors"], "no directory '.*gone'"),
         (["checkpoints", "export", ".", "."], "is a directory"),
@@ -121,7 +122,7 @@ def test_wrong_usage_is_one_line_and_exit_2(
     in_process: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
     (in_process / "file").write_text("")
-    code = main(argv)
+    code = main([argument.format(in_process) for argument in argv])
     shown = capsys.readouterr()
     assert_one_line(subprocess.CompletedProcess(argv, code, shown.out, shown.err), 2, message)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 
 from elastic.agent.environment import lasting_environ
 from elastic.config import JobConfig, load, shared_settings
-from elastic.errors import UsageError
+from elastic.errors import ExitCode, StorageGoneError, UsageError
 from elastic.rendezvous.mismatch import differences
 
 ETCD = ["--rdzv-backend", "etcd3", "--rdzv-endpoint", "h1:2379", "--rdzv-id", "job"]
@@ -105,6 +107,57 @@ def test_a_flag_sets_its_field(flags: list[str], field: str, value: Any) -> None
 def test_paths_become_absolute_and_may_not_exist_yet(work_directory: Path) -> None:
     config = loaded("--log-dir", "logs", "--checkpoint-dir", "c/d", "train.py")
     assert (config.log_dir, config.checkpoint_dir) == (str(work_directory / "logs"), str(work_directory / "c/d"))
+
+
+PLACES = [
+    pytest.param(["--checkpoint-dir", "{}", "train.py"], "--checkpoint-dir={}", id="checkpoint_dir"),
+    pytest.param(["--checkpoint-dir", "file://{}", "train.py"], "--checkpoint-dir=file://{}", id="its URL"),
+    pytest.param(["--log-dir", "{}", "train.py"], "--log-dir={}", id="log_dir"),
+    pytest.param(["{}"], "script '{}'", id="script"),
+    pytest.param(["-m", "{}.py"], "module '{}.py'", id="module"),
+]
+
+
+def stat_fails(monkeypatch: pytest.MonkeyPatch, below: Path, number: int) -> None:
+    real = os.stat
+
+    def refused(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if not isinstance(path, int) and below in Path(os.fsdecode(path)).parents:
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", refused)
+
+
+@pytest.mark.parametrize(("flags", "named"), PLACES)
+def test_a_path_that_this_user_may_not_look_at_is_an_error_by_name(
+    work_directory: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], named: str
+) -> None:
+    closed = work_directory / "closed"
+    stat_fails(monkeypatch, closed, errno.EACCES)
+    with pytest.raises(UsageError, match=f"{re.escape(named.format(closed / 'x'))}: Permission denied: give a path"):
+        loaded(*(flag.format(closed / "x") for flag in flags))
+
+
+@pytest.mark.parametrize(("flags", "named"), PLACES)
+def test_a_path_that_no_file_system_takes_is_an_error_by_name(
+    work_directory: Path, flags: list[str], named: str
+) -> None:
+    long = work_directory / ("x" * 300)
+    with pytest.raises(UsageError, match=f"{re.escape(named.format(long))}: File name too long: give a path"):
+        loaded(*(flag.format(long) for flag in flags))
+
+
+def test_a_file_server_that_is_away_is_no_matter_of_usage(
+    work_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = work_directory / "away"
+    stat_fails(monkeypatch, away, errno.ESTALE)
+    config = loaded("--checkpoint-dir", str(away / "ck"), "--log-dir", str(away / "logs"), "train.py")
+    assert (config.checkpoint_dir, config.log_dir) == (str(away / "ck"), str(away / "logs"))  # waited for by the agent
+    with pytest.raises(StorageGoneError, match=r"train\.py': Stale file handle; check its file server") as caught:
+        loaded(str(away / "train.py"))
+    assert caught.value.exit_code is ExitCode.STORE_GONE
 
 
 def test_a_flag_beats_a_variable_beats_the_file_beats_the_default() -> None:

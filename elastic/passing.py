@@ -1,0 +1,37 @@
+"""Conditions of a host that pass by themselves, told from those that somebody has to mend: the first are waited out."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+
+_AWAY = frozenset(
+    {
+        *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.ETIME),
+        *(errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED),
+        *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
+    }
+)
+_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN})
+
+
+def is_away(error: OSError) -> bool:
+    """Whether it says that a file server does not answer now, rather than what is there."""
+    return error.errno in _AWAY or isinstance(error, (TimeoutError, ConnectionError))
+
+
+def lacks_room(error: OSError, *, port: int | None = None) -> bool:
+    """Whether this host has no room now: no thread, no descriptor, no memory.
+
+    `port`: that was asked for; with 0, which is any, it may be that none is left.
+    """
+    return error.errno in _NO_ROOM or (port == 0 and error.errno == errno.EADDRINUSE)
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Raises: OSError (EAGAIN) when this host has no room for a thread, which Python says by a RuntimeError."""
+    try:
+        thread.start()
+    except RuntimeError as exc:
+        raise OSError(errno.EAGAIN, f"{os.strerror(errno.EAGAIN)} ({exc})") from exc
