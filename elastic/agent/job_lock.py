@@ -29,6 +29,7 @@ _WAIT_SECONDS = 15.0
 _PAUSE_SECONDS = 0.05
 _WORD_BYTES = 1024
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)  # what opening a link, a directory, a socket says
 
 
@@ -180,6 +181,11 @@ def _open_own(checkpoint_dir: str) -> _LockFile | None:
     except OSError as exc:
         if is_away(exc) and not _can_be_read(local):
             raise
+        if not os.path.isdir(local) and exc.errno not in _FULL:  # noqa: PTH112 - never raises
+            raise UsageError(
+                f"--checkpoint-dir {checkpoint_dir} is not there and cannot be made: {exc.strerror or exc}; make it, "
+                "for this user to write to, or give another one"
+            ) from exc
         _warn(checkpoint_dir, exc)
         return None
 

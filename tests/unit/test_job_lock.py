@@ -289,3 +289,11 @@ def test_a_word_that_is_our_own_pid_is_of_a_dead_agent_or_of_another_container(
     fcntl.flock(warden, fcntl.LOCK_EX)
     monkeypatch.setattr(Path, "read_bytes", lambda _: b"python\0-m\0elasticd")  # what /proc says of an agent
     JobLock(str(ckpt), tmp_path, run_id=None, pause=lambda _: warden.close()).close()
+
+
+def test_a_directory_that_cannot_be_made_is_named_at_the_start(tmp_path: Path) -> None:
+    """A typo, say: else it would train to its end and save nothing."""
+    with pytest.raises(
+        UsageError, match="--checkpoint-dir /proc/nowhere/ckpt is not there and cannot be made: No such"
+    ):
+        JobLock("/proc/nowhere/ckpt", tmp_path, run_id=None)
