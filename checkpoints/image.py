@@ -68,20 +68,23 @@ class Copying:
         self._watched = [(move.name, move.live, move.live._version) for move in moves]
         self._ready = {d: torch.cuda.current_stream(d).record_event() for d in _devices(moves)}
         self._lock = threading.Lock()
-        self._settled = False
+        self._done = self._settled = False
         self._changed: str | None = None
 
     def run(self) -> None:
         """Copy; when this returns all bytes are there."""
         with self._lock:
-            moves, self._moves = self._moves, []
-            _copy([move for move in moves if not move.source.is_cuda])
+            if self._done:  # and not only begun: it may have raised on another thread
+                return
+            _copy([move for move in self._moves if not move.source.is_cuda])
             for device, ready in self._ready.items():
                 stream = _side_stream(device)
                 stream.wait_event(ready)
                 with torch.cuda.stream(stream):
-                    _copy([move for move in moves if move.source.device == device])
+                    _copy([move for move in self._moves if move.source.device == device])
                 stream.synchronize()
+            self._done = True
+            self._moves.clear()
 
     def changed(self) -> str | None:
         """The name of a tensor that was changed before `settle`: the copy may be of two states. After `run`.

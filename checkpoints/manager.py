@@ -129,7 +129,7 @@ class CheckpointManager:
             raise
         self._stager = Stager(memory)
         self._saves = self._restores = 0
-        self._closed = False
+        self._is_copying_save = self._closed = False
 
     @property
     def round(self) -> int:
@@ -276,6 +276,7 @@ class CheckpointManager:
         )
         self._saves += 1
         size = len(share.image) if share is not None else 0
+        self._is_copying_save = True
         self._background.start(job, self._line, stall_seconds)
         if isinstance(refusal, UnsupportedStateError):
             raise refusal
@@ -304,10 +305,12 @@ class CheckpointManager:
             raise CheckpointError(f"step is {step}; it must not be negative")
 
     def _settle(self) -> str | None:
-        """What was wrong with the newest `keep` or `save`. The wait is part of how long that has held up training."""
+        """What was wrong with the newest `keep` or `save`. The wait is part of how long a save has held up training."""
         began = time.monotonic()
         problem = self._stager.settle()
-        self._background.waited(time.monotonic() - began)
+        if self._is_copying_save:
+            self._background.waited(time.monotonic() - began)
+        self._is_copying_save = False
         return problem
 
     def _complain(self, problem: str | None) -> None:

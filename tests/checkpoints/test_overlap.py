@@ -5,19 +5,22 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from checkpoints import image
 from checkpoints.errors import DisturbedError
 from checkpoints.held import held_in
 from checkpoints.image import Copying
 from checkpoints.manager import CheckpointManager
 from checkpoints.memory import MemoryTier
 from tests.checkpoints.support import assert_same
+from tests.support.job import wait_for
 from tests.support.ranks import run_ranks
 
 
@@ -170,6 +173,59 @@ def wait_until_copied(manager: CheckpointManager) -> None:
     """Another thread than the one that copies comes after it."""
     copying = manager._stager._copying if manager._memory is None else manager._memory._newest[2]  # type: ignore[index]
     copying.run()
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_copy_that_fails_is_neither_sealed_nor_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: bool
+) -> None:
+    """As by a device that breaks: training hears of it where it waits for the copy."""
+    steady, fickle = parts()
+    manager = manager_at(tmp_path, memory=memory)
+    manager.restore()
+    copy = image._copy
+
+    def fail(moves: Sequence[Any]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("the device is gone")
+        copy(moves)
+
+    monkeypatch.setattr(image, "_copy", fail)
+    written = threading.Event()
+    monkeypatch.setattr(manager._storage, "write", lambda *_: written.set())
+    manager.save(1, state_of(steady, fickle), steady=steady.values())
+    if memory:
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            manager.settle()
+    wait_for(lambda: not manager.busy, seconds=20.0, what="the commit has ended")
+    result = manager._background.result
+    assert result is not None
+    assert result.state == "unknown"
+    assert "the device is gone" in (result.error or "")
+    assert not written.is_set()
+    assert not held_in(tmp_path / "shm", "") if memory else True
+
+
+def test_only_the_wait_for_its_own_copy_is_part_of_how_long_a_save_held_up_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steady, fickle = parts()
+    manager = manager_at(tmp_path, memory=True)
+    manager.restore()
+    written, write = threading.Event(), manager._storage.write
+    monkeypatch.setattr(manager._storage, "write", lambda *args: (written.wait(20), write(*args)))
+    saved = manager.save(1, state_of(steady, fickle), steady=steady.values())
+    manager.settle()
+    run = Copying.run
+    monkeypatch.setattr(Copying, "run", lambda copying: (time.sleep(0.1 if copying._moves else 0), run(copying)))
+    for step in (2, 3, 4):
+        manager.keep(step, state_of(steady, fickle), steady=steady.values())
+        manager.settle()
+    written.set()
+    result = manager.wait()
+    assert result is not None
+    assert saved.stall_seconds < result.stall_seconds < saved.stall_seconds + 0.1
+    manager.close()
 
 
 def test_a_loop_that_forgets_to_settle_hears_of_it_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
