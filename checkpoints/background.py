@@ -115,6 +115,7 @@ class Background:
                 world_size=line.world_size,
                 nonce=f"{line.nonce}g{attempt}",
                 deadline=deadline,
+                check=lambda: self._claim.look(line),
             )
 
     def _serve(self) -> None:
@@ -130,7 +131,9 @@ class Background:
     def _handle(self, job: Job, line: Line, stall_seconds: float) -> None:
         """Commit, report, retain. The result is kept before anything else may fail."""
         outcome = self._try_commit(job, line)
-        self.result = result = _result(job, outcome, stall_seconds + self._waited_seconds)
+        result = _result(job, outcome, stall_seconds)
+        stalled = result.stall_seconds + self._waited_seconds  # the wait went on beside the write
+        self.result = result = dataclasses.replace(result, stall_seconds=stalled)
         self._current = None
         try:
             if job.share is not None:

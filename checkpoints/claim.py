@@ -27,9 +27,10 @@ class Claim:
     never by both at a time.
     """
 
-    def __init__(self, storage: Storage, folder: Path | None) -> None:
+    def __init__(self, storage: Storage, directory: str, folder: Path | None) -> None:
         self._storage, self._folder = storage, folder
-        self._is_staked, self._was_seen = False, self._read_folder().owner is not None
+        before = self._read_folder().owner  # (round, directory)
+        self._is_staked, self._was_seen = False, before is not None and before[1] == directory
 
     @property
     def newest_round(self) -> int:
@@ -58,7 +59,7 @@ class Claim:
             return
         with contextlib.suppress(CheckpointError):
             self.look(line)
-        owner = (line.round, whose(line)) if self._was_seen else None
+        owner = (line.round, line.directory) if self._was_seen else None
         try:
             record_rounds(LocalStorage(), str(self._folder), [(line.round, line.base_step)], owner=owner)
         except OSError as exc:

@@ -7,7 +7,7 @@ import logging
 import secrets
 from typing import Any
 
-from .claim import another_owner
+from .claim import Claim, another_owner
 from .errors import CheckpointError, StaleRoundError
 from .exchange import Exchange, depart
 from .line import Line
@@ -19,7 +19,7 @@ _SCOPE = "start"
 
 
 def enter(
-    storage: Storage, exchange: Exchange, line: Line, deadline: float, *, has_memory: bool = False
+    storage: Storage, exchange: Exchange, line: Line, deadline: float, *, claim: Claim, has_memory: bool = False
 ) -> tuple[Line, str | None]:
     """Complete the line with the round (when it is 0: the next free one) and a nonce of this manager. Collective.
 
@@ -32,6 +32,7 @@ def enter(
     """
     keys = [f"{_SCOPE}/rank/{rank}" for rank in range(line.world_size)]
     look = _look(storage, line)
+    look["highest"] = max(look["highest"], claim.newest_round)  # the directory may be away
     if look["error"] is not None and has_memory and line.round:
         logger.error("%s; what memory holds may do, and saves will fail until this is mended", look["error"])
         look["error"] = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+from collections.abc import Callable
 
 from .errors import CheckpointError
 from .exchange import Exchange, depart
@@ -37,9 +38,19 @@ def one_group(world_size: int) -> Groups:
 
 
 def find_groups(
-    storage: Storage, directory: str, exchange: Exchange, *, rank: int, world_size: int, nonce: str, deadline: float
+    storage: Storage,
+    directory: str,
+    exchange: Exchange,
+    *,
+    rank: int,
+    world_size: int,
+    nonce: str,
+    deadline: float,
+    check: Callable[[], None] = lambda: None,
 ) -> Groups:
     """Agree on the groups. Collective; all ranks return the same or all raise.
+
+    `check` raises a CheckpointError where the directory is not the one that is meant: nothing is written there then.
 
     Raises:
         CheckpointError: a rank cannot write to its directory (read-only, full), or sees files inconsistently.
@@ -52,7 +63,7 @@ def find_groups(
     seen = [f"{scope}/seen/{r}" for r in range(world_size)]
     mine = storage.join(directory, f"{PROBE_PREFIX}{nonce}-{rank}")
     try:
-        exchange.put(probes[rank], _write_probe(storage, directory, mine), deadline)
+        exchange.put(probes[rank], _write_probe(storage, directory, mine, check), deadline)
         errors = exchange.get(probes, deadline)
         exchange.put(seen[rank], _seen(storage, directory, nonce), deadline)
         leaders = tuple(min(ranks, default=r) for r, ranks in enumerate(exchange.get(seen, deadline)))
@@ -68,11 +79,12 @@ def find_groups(
     return Groups(leaders=leaders)
 
 
-def _write_probe(storage: Storage, directory: str, path: str) -> str | None:
+def _write_probe(storage: Storage, directory: str, path: str, check: Callable[[], None]) -> str | None:
     try:
+        check()
         storage.make_directory(directory)
         storage.write(path, b"")
-    except OSError as exc:
+    except (OSError, CheckpointError) as exc:
         return str(exc)
     return None
 

@@ -117,11 +117,12 @@ class CheckpointManager:
             keep_every=keep_every,
             on_result=on_result,
         )
-        self._claim = Claim(self._storage, memory.folder if memory is not None and self._saves_to_disk else None)
+        folder = memory.folder if memory is not None and self._saves_to_disk else None
+        self._claim = Claim(self._storage, path, folder)
         self._background = Background(self._storage, self._exchange, policy, self._claim)
         try:
             self._line, self._past = enter(
-                self._storage, self._exchange, line, self._deadline(), has_memory=memory is not None
+                self._storage, self._exchange, line, self._deadline(), claim=self._claim, has_memory=memory is not None
             )
             self._find_groups()
         except BaseException:
@@ -284,7 +285,6 @@ class CheckpointManager:
 
     def wait(self, timeout_seconds: float | None = None) -> CommitResult | None:
         """The result of the newest save; None when nothing was saved. Its state is `unknown` when the time is over."""
-        self._complain(self._stager.settle())
         limit = self._timeout + _CLOSE_GRACE_SECONDS
         return self._background.wait(limit if timeout_seconds is None else timeout_seconds)
 

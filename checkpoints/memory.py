@@ -52,6 +52,7 @@ class Kept:
     step: int
     bytes: int
     share: StagedShare
+    slot: Slot
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +150,7 @@ class MemoryTier:
         if grown:
             self._beside.append(self._thread.submit(self._warm, self._room, self._count == _MOST_SLOTS))
         share = StagedShare(snapshot=snapshot, image=slot.share, copying=copying)
-        return Kept(step=mark.step, bytes=size, share=share)
+        return Kept(step=mark.step, bytes=size, share=share, slot=slot)
 
     def lend(self, kept: Kept, *, writer: int, writers: int) -> StagedShare | None:
         """The newest share for a commit to read, if that writes the same one and another slot is there to go on with.
@@ -158,7 +159,7 @@ class MemoryTier:
         """
         if not self.is_share(writer, writers) or self._count < _MOST_SLOTS:
             return None
-        self._lent = max(self._slots, key=lambda slot: slot.age)
+        self._lent = kept.slot
         return dataclasses.replace(kept.share, image=kept.share.image[:])
 
     def is_share(self, writer: int, writers: int) -> bool:
@@ -170,9 +171,9 @@ class MemoryTier:
 
         Returns what was wrong: a tensor that was called steady has changed, and the step is not kept.
         """
-        for future in self._beside:
+        beside, self._beside = self._beside, []
+        for future in beside:
             future.result()
-        self._beside.clear()
         if self._newest is None:
             return None
         (step, slot, copying), self._newest = self._newest, None
@@ -244,8 +245,8 @@ class MemoryTier:
             time.sleep(0.01)
 
     def _warm(self, size_bytes: int, lend: bool) -> None:
-        self._await_inbox()
         try:
+            self._await_inbox()
             if size_bytes > self._room:
                 self._fit(size_bytes, _MOST_SLOTS if lend else _FEWEST_SLOTS)
             for slot in self._slots[: self._count]:
@@ -257,9 +258,8 @@ class MemoryTier:
     def _seal(self, slot: Slot, mark: Mark, copying: Copying) -> None:
         began = time.monotonic()
         copying.run()
-        if copying.changed() is not None:
+        if not slot.seal(unless=lambda: copying.changed() is not None):
             return
-        slot.seal()
         if self._on_sealed is not None:
             now = time.monotonic()
             sealed = Sealed(step=mark.step, bytes=len(slot.share), seal_seconds=now - began, unix_time=time.time())
@@ -271,6 +271,7 @@ class MemoryTier:
     def _give_up(self, reason: str) -> None:
         """No memory checkpoints of this rank for a while; its peers' shares alone are no state: theirs are in vain."""
         self._retry_at = time.monotonic() + _RETRY_SECONDS
+        self._room = 0  # what fits is to be found out anew
         known, self.problem = self.problem is not None, reason
         if known:
             return

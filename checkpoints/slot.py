@@ -20,6 +20,7 @@ import mmap
 import os
 import stat
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,8 @@ class Slot(Buffer):
         self.share = self.view(image_bytes, self._image_start)
         return memory[self._image_start :]
 
-    def seal(self) -> None:
-        """All bytes are there: from now on this is a whole share. Any thread."""
+    def seal(self, *, unless: Callable[[], bool] = lambda: False) -> bool:
+        """All bytes are there: from now on this is a whole share, `unless` a last look says no. Any thread."""
         head = _HEAD.pack(
             _MAGIC,
             len(self._text),
@@ -129,8 +130,11 @@ class Slot(Buffer):
             xxhash.xxh3_128_digest(self.share),
         )
         seal = _SEAL.pack(xxhash.xxh3_64_intdigest(head))
+        if unless():
+            return False
         self._write(len(_MAGIC), head[len(_MAGIC) :] + seal)
         self._write(0, _MAGIC)
+        return True
 
     def clear(self) -> None:
         """Say nothing any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Mapping
@@ -53,6 +54,8 @@ def read_job(path: Path, user: str, environ: Mapping[str, str], root: Path | Non
         found = settings.get("PATH", os.defpath).split(os.pathsep)
         settings |= {"PATH": os.pathsep.join(below(root, place) for place in found), "PYTHON_EXEC": "python"}
     config = load(["--config", str(path)], {**settings, _PASSWORD: ""}, root=root)
+    checkpoint_dir, log_dir = (place and _inside(root, place) for place in (config.checkpoint_dir, config.log_dir))
+    config = dataclasses.replace(config, checkpoint_dir=checkpoint_dir, log_dir=log_dir)
     return Job(
         name=name,
         text=body(path.read_text()),  # it may be the installed one

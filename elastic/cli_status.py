@@ -81,7 +81,8 @@ def drain_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | No
     if wait:
         last = _wait_for_end(agent)
         outcome = f" ({last.outcome})" if last.outcome else ""
-        print(f"it has ended{outcome}, its log says how; newest committed step: {shown(last.checkpoint.disk_step)}")
+        newest = shown(last.checkpoint.disk_step)
+        print(f"it has ended{outcome}, its log says how; newest committed step it told of: {newest}")
     return int(ExitCode.SUCCEEDED)
 
 

@@ -185,6 +185,9 @@ def _within(given: Given, root: Path) -> Given:
     is_path = not given["module"] and ("/" in script or not given["no_python"])  # else it is looked for
     keys = (*_PATHS, "training_script") if is_path else _PATHS
     paths = {key: below(root, given[key]) for key in keys if given[key] and "://" not in given[key]}
+    checkpoints = _checkpoint_dir(given["checkpoint_dir"])
+    if checkpoints and "://" not in checkpoints:
+        paths["checkpoint_dir"] = below(root, checkpoints)
     return dataclasses.replace(given, values={**given.values, **paths})
 
 

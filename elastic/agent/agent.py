@@ -147,6 +147,12 @@ class Agent(ElasticAgent):
         return view.round.cause if view.round is not None and view.outcome == "failed" else ""
 
     @property
+    def had_last_round(self) -> bool:
+        """Whether workers of the job's last round ran here; not on a spare."""
+        formed = self._membership.view().round
+        return formed is not None and formed.number == self._crew.round
+
+    @property
     def steps(self) -> tuple[int, int]:
         """The newest applied and the newest committed step that any worker has told of; -1: none has."""
         return self._crew.applied_step, self._crew.disk_step

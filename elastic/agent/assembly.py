@@ -14,7 +14,7 @@ from elastic.agent.measuring import StoreMeter
 from elastic.config import JobConfig, program_of, shared_settings
 from elastic.errors import UsageError
 from elastic.own_checkpoints import own_checkpoints
-from elastic.passing import is_away
+from elastic.passing import is_away, lacks_room
 from elastic.rendezvous.lease import FENCE_SHARE
 from elastic.rendezvous.membership import Membership
 from elastic.rendezvous.round import Budget, Limits, Node
@@ -75,14 +75,14 @@ def _is_loopback(host: str) -> bool:
 def highest_round(checkpoint_dir: str | None) -> int:
     """The highest round that has left a trace in the job's checkpoints.
 
-    Raises: UsageError. OSError: their file server is away.
+    Raises: UsageError. OSError: their file server is away, or this host has no room.
     """
     if checkpoint_dir is None:
         return 0
     try:
         return int(own_checkpoints("catalog").highest_round(checkpoint_dir))
     except OSError as exc:
-        if is_away(exc):
+        if is_away(exc) or lacks_room(exc):
             raise
         raise UsageError(f"--checkpoint-dir {checkpoint_dir}: {exc.strerror or exc}") from exc
 

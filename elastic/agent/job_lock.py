@@ -21,7 +21,7 @@ from pathlib import Path
 
 from elastic.errors import UsageError
 from elastic.own_checkpoints import own_checkpoints
-from elastic.passing import is_away
+from elastic.passing import is_away, lacks_room
 
 logger = logging.getLogger(__name__)
 
@@ -52,16 +52,15 @@ class JobLock:
         self._is_shared = run_id is not None
         self._word = str(os.getpid()) if run_id is None else f"job {run_id}"
         self._files: list[_LockFile] = []
-        deadline = time.monotonic() + _WAIT_SECONDS
         try:
             own = _open_own(checkpoint_dir)
             self._files = [own] if own else []
             self._files.insert(0, _LockFile(_open_for_host(checkpoint_dir, runtime)))
             for file in list(self._files):
                 try:
-                    self._wait_for(file, deadline, pause)
+                    self._wait_for(file, time.monotonic() + _WAIT_SECONDS, pause)
                 except OSError as exc:  # Lustre without `flock`, NFS without lockd
-                    if file is not own:
+                    if file is not own or is_away(exc):
                         raise
                     _warn(checkpoint_dir, exc)
                     self._files.remove(own)
@@ -179,7 +178,7 @@ def _open_own(checkpoint_dir: str) -> _LockFile | None:
         Path(local).mkdir(mode=0o750, parents=True, exist_ok=True)
         return _open_file(Path(local) / ".lock")
     except OSError as exc:
-        if is_away(exc) and not _can_be_read(local):
+        if lacks_room(exc) or (is_away(exc) and not _can_be_read(local)):
             raise
         if not os.path.isdir(local) and exc.errno not in _FULL:  # noqa: PTH112 - never raises
             raise UsageError(
@@ -229,12 +228,13 @@ def _open_file(path: Path) -> _LockFile:
 
 
 def _open_to_readers(descriptor: int, folder: Path) -> None:
-    """Whoever gets into the directory may find out that it is in use; its group may write there as well."""
+    """Whoever may write to the directory may find out that it is in use; its group may write there as well."""
     found, above = os.fstat(descriptor), folder.stat()
     if found.st_uid == os.geteuid():
         group = above.st_mode & stat.S_IWGRP if above.st_gid == found.st_gid else 0
+        others = stat.S_IROTH if above.st_mode & stat.S_IWOTH else 0
         with contextlib.suppress(OSError):
-            os.fchmod(descriptor, 0o644 | group)
+            os.fchmod(descriptor, 0o640 | group | others)
 
 
 def _no_file(path: Path) -> UsageError:

@@ -65,7 +65,7 @@ def run_job(config: JobConfig) -> int:
             logger.info("%s", stop)
             return int(ExitCode.DRAINED)
         except ElasticError as exc:
-            life.end(exc.exit_code)
+            life.not_begun(exc.exit_code)
             raise
 
 
@@ -110,6 +110,7 @@ def _prepare(
             memory_dir=memory_dir,
         )
         measuring = Measuring(config=config, crew=crew, mailbox=mailbox, store=rendezvous.meter.totals)
+        stack.enter_context(contextlib.closing(measuring))
         agent = Agent(
             config=config,
             spec=_worker_spec(config, MembershipHandler(membership, run_id=config.run_id, backend=config.rdzv_backend)),
@@ -121,7 +122,6 @@ def _prepare(
             measuring=measuring,
         )
         gpus = stack.enter_context(contextlib.closing(Gpus()))
-        stack.enter_context(contextlib.closing(measuring))
         shared = [instance.folder, *([Path(memory_dir)] if memory_dir is not None else [])]
         metrics = Exposition(measuring.measure, [partial(_add_shared, shared), gpus.add_to])
         profiles = Profiles(crew=crew, mailbox=mailbox, log_dir=config.log_dir)
@@ -208,7 +208,7 @@ def _report(agent: Agent, config: JobConfig) -> int:
     applied, on_disk = agent.steps
     place = f" in {config.checkpoint_dir}" if config.checkpoint_dir else ""
     newest = f"step {on_disk} is the newest that is committed{place}" if on_disk >= 0 else "nothing was committed"
-    if code is ExitCode.SUCCEEDED and config.checkpoint_dir and applied > on_disk:
+    if code is ExitCode.SUCCEEDED and config.checkpoint_dir and agent.had_last_round and applied > on_disk:
         logger.warning("the job has succeeded, and its last step %d is not saved: %s", applied, newest)
     elif code is ExitCode.SUCCEEDED:
         logger.info("the job has succeeded")

@@ -20,7 +20,7 @@ from torch.distributed.run import _get_logs_specs_class
 
 from elastic.config import JobConfig
 from elastic.errors import UsageError
-from elastic.passing import is_away, start_thread
+from elastic.passing import is_away, lacks_room, start_thread
 from elastic.runtime import closed_to_others
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def make_logs_specs(config: JobConfig, fallback: Path) -> LogsSpecs:
             log_dir=config.log_dir or str(fallback), redirects=redirects, tee=tee, local_ranks_filter=ranks
         )
     except (OSError, ValueError) as exc:
-        if isinstance(exc, OSError) and is_away(exc):
+        if isinstance(exc, OSError) and (is_away(exc) or lacks_room(exc)):
             raise
         raise UsageError(f"--log-dir {config.log_dir}: {exc}") from exc
 

@@ -60,7 +60,7 @@ class Orders:
         try:
             answer: Answer = request.result(_ANSWER_SECONDS)
         except TimeoutError:
-            return Answer(503, b"the agent is ending, or too busy to answer: look at `elasticd status`, ask again\n")
+            return Answer(503, b"the agent is ending, or too busy to answer, and does it as soon as it can\n")
         return answer
 
     def _take_request(self) -> Answer:

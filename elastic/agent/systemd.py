@@ -109,6 +109,11 @@ class Life:
             with contextlib.suppress(OSError):  # on a full disk it is there all the same, and empty
                 self._marker.write_text(f"{time.time():.0f}\n")
 
+    def not_begun(self, exit_code: ExitCode) -> None:
+        """The agent's loop was not reached: what systemd restarts then is as much an operator's start as this was."""
+        if self._marker is not None and (exit_code in FINAL or not self.restarted):
+            self._marker.unlink(missing_ok=True)
+
     def end(self, exit_code: ExitCode) -> None:
         if self._marker is not None and exit_code in FINAL:
             self._marker.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ import ssl
 from pathlib import Path
 
 from elastic.errors import UsageError
+from elastic.passing import lacks_room
 
 _OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 CHALLENGES = ("Bearer", 'Basic realm="elasticd", charset="UTF-8"')  # the second one is for people with a browser
@@ -37,7 +38,10 @@ OPEN = Access()
 
 
 def load_access(token_file: str | None, cert: str | None, key: str | None) -> Access:
-    """From the files that the job's settings name, which were looked at then. Raises: UsageError."""
+    """From the files that the job's settings name, which were looked at then.
+
+    Raises: UsageError. OSError: this host has no room now.
+    """
     token, tls = None, None
     try:
         if token_file is not None:
@@ -50,6 +54,8 @@ def load_access(token_file: str | None, cert: str | None, key: str | None) -> Ac
     except ssl.SSLError as exc:
         raise UsageError(f"--http-cert {cert} and --http-key {key} do not make a pair: {exc.reason or exc}") from exc
     except OSError as exc:
+        if lacks_room(exc):
+            raise
         raise UsageError(f"{exc.filename or cert}: {exc.strerror or exc}") from exc
     return Access(token=token, tls=tls)
 

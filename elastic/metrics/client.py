@@ -58,9 +58,10 @@ def drain(agent: FoundAgent) -> Draining:
     try:
         code, text = command(agent, "/drain", {})
     except NoAnswerError:
-        code, text = 503, ""
-    if code in (404, 501, 503):  # of before an upgrade, or frozen, or too busy: a signal waits for it
+        code, text = 501, ""
+    if code in (404, 501):  # of before an upgrade, or frozen: a signal waits for it
         _terminate(agent)
+    if code in (404, 501, 503):  # too busy: it has heard, and does it as soon as it can
         return Draining(already=False, seconds=None)
     if code != 200:
         raise ElasticError(f"agent {agent.pid}: {text.strip()}")

@@ -61,7 +61,7 @@ class StatusServer:
                 self._listeners.append(_Listener(unix, Routes(site.routes(), site.controls), "elasticd-http-unix"))
             except OSError as exc:
                 self.close()
-                if lacks_room(exc):
+                if lacks_room(exc) or exc.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 raise UsageError(f"cannot make the status socket {socket_path}: {exc.strerror or exc}") from exc
 

@@ -123,13 +123,15 @@ class EtcdWatch:
         except ElasticError:
             if self._unconfirmed and not self._closed.is_set():
                 raise
+        except RuntimeError as exc:  # a stream has threads of its own, and a host may have no room for one now
+            raise StoreUnavailableError(f"{self._name} cannot be watched: {exc}; see ulimit -u") from exc
 
     def _read(self, stream: Stream) -> None:
         self._stream = stream
         timer = threading.Timer(self._timeout_seconds, stream.cancel)  # a frozen server says nothing at all
         timer.daemon = True
-        timer.start()
         try:
+            timer.start()
             for batch in stream:
                 if self._closed.is_set() or not self._take(batch):
                     return

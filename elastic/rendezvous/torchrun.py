@@ -46,10 +46,11 @@ logger = logging.getLogger(__name__)
 
 BACKEND = "etcd3"
 _CONF: Mapping[str, Callable[[str], Any]] = {
-    "lease_ttl": values.whole_seconds,
+    "lease_ttl": lambda text: _lease_ttl(values.whole_seconds(text)),
     **dict.fromkeys(("last_call", "settle", "join_timeout", "store_timeout"), values.seconds),
     **dict.fromkeys(("node_id", "ca", "cert", "key", "user"), str),
 }
+_SHORTEST_TTL_SECONDS = 2
 _TORCHS_OWN = ("timeout", "rank")  # torchrun adds them for backends of its own
 _STORE_SECONDS = 60.0
 _LOOK_SECONDS = 1.0  # the view also changes by time alone
@@ -115,6 +116,12 @@ def _conf(given: Mapping[str, Any]) -> dict[str, Any]:
     return conf
 
 
+def _lease_ttl(seconds: int) -> int:
+    if seconds < _SHORTEST_TTL_SECONDS:
+        raise ArgumentTypeError(f"give {_SHORTEST_TTL_SECONDS} seconds or more")
+    return seconds
+
+
 class TorchrunHandler(RendezvousHandler):
     """Blocks in `next_rendezvous` only; all else is answered from memory and never raises."""
 
@@ -168,6 +175,7 @@ class TorchrunHandler(RendezvousHandler):
             self._changed.clear()
             view = self._membership.view()
             self._raise_end(view)
+            self._membership.pump(time.monotonic())  # a member without room for its thread tries again there
             if view.is_spare:
                 deadline = time.monotonic() + self._timeout_seconds
             if (info := self._enter(view)) is not None:

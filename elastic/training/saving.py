@@ -118,7 +118,7 @@ class Saver:
             store=session.store(),
             run_id=session.run_id,
             incarnation=session.incarnation,
-            round=session.round if session.under_agent else None,
+            round=session.round if session.under_agent and not self._is_unknown_to_agent else None,
             keep_last=config.checkpoint_keep_last,
             keep_every=config.checkpoint_keep_every,
             commit_timeout_seconds=config.commit_timeout_seconds,
@@ -126,6 +126,11 @@ class Saver:
             on_result=self._session.committed,
             memory=self._tier,
         )
+
+    @property
+    def _is_unknown_to_agent(self) -> bool:
+        """A directory that the program alone names: an agent counts its rounds from 1, whatever is there."""
+        return self._directory is not None and self._session.checkpoint_dir is None
 
     def restore(self, *, like: Mapping[str, Any], fingerprint: str) -> Restored | None:
         """The newest good state, or None at a fresh start. Collective; nothing live is touched.
@@ -151,7 +156,8 @@ class Saver:
                 raise JobFailedError(str(error)) from error
         if restored is not None and restored.tier == "memory":
             self._kept_step = restored.step
-            self._session.note(memory_step=restored.step, disk_step=restored.disk_step)
+            is_ours = self._tier is not None and restored.path == str(self._tier.folder)  # else a peer has sent it
+            self._session.note(memory_step=restored.step if is_ours else -1, disk_step=restored.disk_step)
             if self._tier is not None and self._tier.problem is not None:  # said before that, or beside it
                 self._session.note(memory_step=-1)
         elif restored is not None:
@@ -208,8 +214,11 @@ class Saver:
         self.settle()
         return self._memory_policy.contribution()
 
-    def settle(self) -> None:
-        """Wait until what was kept or saved is copied. From now on the state may change."""
+    def settle(self, *, after_forward: bool = True) -> None:
+        """Wait until what was kept or saved is copied. From now on the state may change.
+
+        `after_forward`: a step's forwards have run since; what they do to the state can be told.
+        """
         if self._manager is None or not self._unsettled:
             return
         self._unsettled = False
@@ -223,7 +232,7 @@ class Saver:
                 "run=%s round=%s rank=%s %s", self._session.run_id, self._session.round, self._session.rank, error
             )
             self._steadiness.broken()
-        self._steadiness.at_settle()
+        self._steadiness.at_settle(after_forward=after_forward)
         if queued is not None and queued.query():  # the device has had nothing to do meanwhile
             self._memory_policy.waited(time.perf_counter() - began)
 

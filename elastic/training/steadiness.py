@@ -31,9 +31,9 @@ class Steadiness:
             self._watched = [(tensor, tensor._version) for tensor in self._tensors() if not tensor.is_inference()]
         return ()
 
-    def at_settle(self) -> None:
-        """A step has come to where it is about to change the state."""
-        if self._state == "unknown" and self._watched:
+    def at_settle(self, *, after_forward: bool = True) -> None:
+        """The state is about to be changed: by an update, or without a forward before it by an evaluation."""
+        if self._state == "unknown" and self._watched and after_forward:
             if all(tensor._version == version for tensor, version in self._watched):
                 self._state = "steady"
             else:

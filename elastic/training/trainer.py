@@ -315,7 +315,7 @@ class Trainer:
             self._save(self._saver.keep_if_due)
         if self._evaluator is None or self._at.step % (self._config.evaluate_every or 1):
             return False
-        self._saver.settle()  # an evaluation may put other weights into the model for a while
+        self._saver.settle(after_forward=False)  # an evaluation may put other weights into the model for a while
         with self._session.phase(Phase.EVALUATION):
             outcome = self._evaluator.run(self._replica.model, step=self._at.step, autocast=self._stepper.autocast)
         if outcome.save:

@@ -171,6 +171,19 @@ def test_only_an_end_that_systemd_restarts_makes_the_next_start_a_restart(tmp_pa
     assert Life(tmp_path, supervised=True).restarted is is_restarted
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_a_start_that_did_not_get_as_far_as_its_loop_does_not_make_the_next_one_a_restart(
+    tmp_path: Path, before: bool
+) -> None:
+    """A file server that is away at the first start, say: the job of before is not to be taken up."""
+    if before:
+        Life(tmp_path, supervised=True)
+    Life(tmp_path, supervised=True).not_begun(ExitCode.STORE_GONE)
+    assert Life(tmp_path, supervised=True).restarted is before
+    Life(tmp_path, supervised=True).not_begun(ExitCode.USAGE)
+    assert not Life(tmp_path, supervised=True).restarted
+
+
 def test_without_systemd_every_start_is_an_operators(tmp_path: Path) -> None:
     Life(tmp_path, supervised=False)
     assert not Life(tmp_path, supervised=False).restarted

@@ -166,6 +166,77 @@ def test_a_directory_that_went_between_two_rounds_is_not_begun_anew_and_memory_g
     third.close()
 
 
+def test_rounds_go_on_counting_by_what_memory_knows_while_the_directory_is_away(tmp_path: Path) -> None:
+    """For a loop that does not say which round it is."""
+
+    def manager() -> CheckpointManager:
+        return CheckpointManager(tmp_path / "kept", memory=MemoryTier(tmp_path / "shm"))
+
+    for round_ in (1, 2):
+        first = manager()
+        first.restore()
+        assert first.round == round_
+        assert saved(first, 4 * round_).state == "committed"
+        first.close()
+    (tmp_path / "kept").rename(tmp_path / "away")
+    for round_, begins, ends in ((3, 8, 11), (4, 11, 15)):
+        later = manager()
+        restored = later.restore()
+        assert restored is not None
+        assert (later.round, restored.step) == (round_, begins)
+        for step in range(begins + 1, ends + 1):
+            assert later.keep(step, small_state(step)) is not None
+        if round_ == 4:
+            (tmp_path / "away").rename(tmp_path / "kept")
+            assert saved(later, ends + 1).state == "committed"
+        later.close()
+
+
+def begin_without_directory(rank: int, world: int, store: Any, base: Path) -> list[tuple[str, str]]:
+    """A first round that saves; a second one that begins while the mount point is empty, and gets its mount back."""
+    told, directory, away = [], base / "kept", base / "away"
+    for round_, step in ((1, 1), (2, 2)):
+        tier = MemoryTier(base / "shm", local_rank=rank, local_world_size=world)
+        manager = CheckpointManager(
+            directory, rank=rank, world_size=world, store=store, round=round_, incarnation="mine", memory=tier
+        )
+        manager.restore()
+        for save in (step, step + 10, step + 20):
+            result = saved(manager, save)
+            told.append((result.state, result.error or ""))
+            store.set(f"saved/{round_}/{save}/{rank}", "1")
+            store.wait([f"saved/{round_}/{save}/{r}" for r in range(world)])
+            if rank == 0 and round_ == 2 and save == step:
+                assert not list(directory.iterdir())
+                directory.rmdir()
+                away.rename(directory)
+            store.set(f"moved/{round_}/{save}/{rank}", "1")
+            store.wait([f"moved/{round_}/{save}/{r}" for r in range(world)])
+        manager.close()
+        if rank == 0 and round_ == 1:
+            directory.rename(away)
+            directory.mkdir()
+        store.set(f"ended/{round_}/{rank}", "1")
+        store.wait([f"ended/{round_}/{r}" for r in range(world)])
+    return told
+
+
+def test_a_round_that_begins_without_its_directory_finds_out_who_shares_it_when_it_is_back(tmp_path: Path) -> None:
+    for told in run_ranks(2, begin_without_directory, tmp_path):
+        states = [state for state, _ in told]
+        assert states[:4] == ["committed"] * 3 + ["failed"], told
+        assert "was there and is gone" in told[3][1]
+        assert states[-1] == "committed", told
+
+
+def test_a_program_that_goes_to_another_directory_is_not_told_that_it_is_gone(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        manager = CheckpointManager(tmp_path / name, memory=MemoryTier(tmp_path / "shm"))
+        manager.restore()
+        assert saved(manager, 50 if name == "two" else 5).state == "committed"
+        manager.close()
+
+
 def test_memory_of_a_node_that_was_away_is_not_taken_while_nobody_can_see_what_was_committed_since(
     tmp_path: Path,
 ) -> None:

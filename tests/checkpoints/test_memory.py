@@ -404,6 +404,28 @@ def test_memory_that_is_full_for_a_moment_is_used_again_afterwards(
     manager.close()
 
 
+def test_memory_that_has_become_less_is_used_as_far_as_it_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three copies seem to fit, and others take the room of the third one."""
+    monkeypatch.setattr("checkpoints.memory._RETRY_SECONDS", 0.0)
+    fallocate, statvfs = os.posix_fallocate, os.statvfs
+
+    def no_third(descriptor: int, start: int, size: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name.endswith("slot-2"):
+            _refuse()
+        fallocate(descriptor, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", no_third)
+    manager = manager_of(tmp_path / "disk", tmp_path)
+    manager.restore()
+    assert [manager.keep(step, cut_state(step)) is None for step in (1, 2, 3)] == [False, False, True]
+    monkeypatch.setattr(os, "statvfs", lambda path: _with_free(statvfs(path), 1_000_000))
+    assert all(manager.keep(step, cut_state(step)) is not None for step in range(4, 9))
+    manager.close()
+    assert "are off" in caplog.text
+
+
 def _refuse() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -153,6 +153,7 @@ def parameters(**conf: Any) -> RendezvousParameters:
         ({"lease_tll": "2"}, r"--rdzv-conf: unknown key 'lease_tll' \(did you mean 'lease_ttl'\?\); known are lease"),
         ({"zone": "a"}, "--rdzv-conf: unknown key 'zone'; known are .*, user$"),
         ({"lease_ttl": "2.5"}, "--rdzv-conf: lease_ttl=2.5: '2.5' must be whole seconds"),
+        ({"lease_ttl": "1"}, "--rdzv-conf: lease_ttl=1: give 2 seconds or more"),
         ({"settle": "soon"}, "--rdzv-conf: settle=soon: 'soon' is not a number of seconds"),
     ],
 )

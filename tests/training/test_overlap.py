@@ -141,6 +141,8 @@ def test_a_tensor_is_steady_once_a_step_has_left_it_alone(caplog: pytest.LogCapt
     weight = torch.zeros(3)
     steadiness = Steadiness(lambda: [weight], overlap=True)
     assert list(steadiness.at_copy()) == []
+    steadiness.at_settle(after_forward=False)  # an evaluation: no forward of training has been seen
+    assert list(steadiness.at_copy()) == []
     steadiness.at_settle()
     weight.add_(1)  # the update
     assert list(steadiness.at_copy()) == [weight]

@@ -116,6 +116,21 @@ def test_whatever_lies_in_the_image_is_named_as_seen_from_there(host: Host, monk
     assert "ReadWritePaths=-/data/ckpt\n" in host.read(DROP_IN)
 
 
+def test_a_relative_checkpoint_directory_lies_in_the_image_as_well(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = host.place(Path("/home/u/job/train.py"))
+    script.touch()
+    monkeypatch.chdir(script.parent)
+    host.install()
+    assert "ReadWritePaths=-/home/u/job/ckpt\n" in host.read(DROP_IN)
+    assert (host.root / "home/u/job/ckpt").is_dir()
+    (host.root / "home/u/job/ckpt").rmdir()
+    (host.root / "home/u/job/ckpt").touch()
+    assert "checkpoint_dir" in host.install(code=2)
+    monkeypatch.chdir(host.job.parent)
+    (host.job.parent / "ckpt").touch()  # of the host that builds the image
+    host.install("--dry-run")
+
+
 @pytest.mark.parametrize("name", ["a b.toml", "x@y.toml", "job.conf", "etcd.toml"])
 def test_a_name_that_makes_no_unit_is_refused(host: Host, name: str) -> None:
     host.job = host.job.rename(host.job.with_name(name))
