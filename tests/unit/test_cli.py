@@ -218,7 +218,7 @@ def test_drain_asks_the_one_agent_that_is_meant(elasticd: Any, start_agent: Any)
     assert first.wait(10) == 143
     done = elasticd("drain", "--pid", str(second.pid), "--wait")
     assert done.returncode == 0
-    assert "it has ended, its log says how; newest committed step: -\n" in done.stdout
+    assert "it has ended, its log says how; newest committed step it told of: -\n" in done.stdout
     assert second.wait(10) == 143
 
 
