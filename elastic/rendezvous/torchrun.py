@@ -103,7 +103,7 @@ def _conf(given: Mapping[str, Any]) -> dict[str, Any]:
     """What --rdzv-conf says, and each value as what it is. Raises: UsageError."""
     conf: dict[str, Any] = {}
     for key, value in given.items():
-        if key in _TORCHS_OWN:
+        if key in _TORCHS_OWN or value is None:
             continue
         if key not in _CONF:
             close = difflib.get_close_matches(key, _CONF, n=1)

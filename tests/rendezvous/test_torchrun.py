@@ -165,9 +165,10 @@ def test_what_rdzv_conf_cannot_mean_is_refused_by_name(conf: dict[str, str], mes
 def test_what_rdzv_conf_says_is_what_the_member_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, Any] = {}
     monkeypatch.setattr(torchrun, "make_member", lambda **options: made.update(options))
-    create_handler(parameters(lease_ttl="3", settle="500ms", join_timeout="2m", node_id="n7", ca="c"))
+    create_handler(parameters(lease_ttl="3", settle="500ms", join_timeout="2m", node_id="n7", ca="c", user=None))
     assert (made["settings"].ttl_seconds, made["settings"].rules.settle_seconds) == (3, 0.5)
     assert (made["join_timeout_seconds"], made["settings"].node.node_id, made["etcd"].ca) == (120.0, "n7", "c")
+    assert made["etcd"].user is None, "None is what is not given"
 
 
 @pytest.mark.slow
