@@ -12,6 +12,7 @@ While there is a file `slow`, micro-steps take long, so that the training does n
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import json
 import os
@@ -33,11 +34,13 @@ import torch
 import torch._dynamo  # what DDP and optimizers import when first used
 from torch import nn
 
+from elastic.demo.ledger import planned_steps, read_ledger, unwritten
 from elastic.demo.records import LineFile, ledger_record, parameter_digest, write_digest
 from elastic.demo.slow_storage import SlowStorage
 from elastic.training.session import session
 from elastic.training.trainer import AppliedStep, Task, Trainer, TrainerConfig
 
+gc.freeze()  # a search through all of that takes a third of a second, and would make a rank slow
 gc.enable()
 SAMPLES, GLOBAL, MICRO, SEED = 67, 8, 2, 5
 STEPS = int(os.environ.get("TEST_STEPS", "30"))
@@ -71,7 +74,7 @@ class Job(Task):
         self.network: nn.Module | None = None
         self.step = 0
         self.losses_asked = 0
-        self.evaluated = self.saved = False
+        self.evaluated = self.saved = self.closed_up = False
 
     def model(self) -> nn.Module:
         self.network = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1))
@@ -107,7 +110,22 @@ class Job(Task):
         self.saved = True
         return {}
 
+    def close_up(self, base_step: int) -> None:
+        """As the demo's worker: what ranks that were killed after an update could not write down."""
+        if self.closed_up or RANK or base_step < 1:
+            return
+        self.closed_up = True
+        first = max(1, base_step - 16)
+        plan = planned_steps(
+            samples=SAMPLES, global_batch=GLOBAL, micro_batch=MICRO, seed=SEED, steps=base_step, first=first
+        )
+        written = read_ledger((FOLDER / "ledger").read_text()).entries
+        for entry in unwritten(written, plan, closed_by=session().round):
+            self.ledger.append(dataclasses.asdict(entry))
+
     def on_step(self, step: AppliedStep) -> None:
+        self.close_up(step.step - 1)
+        self.closed_up = True
         self.ledger.append(ledger_record(step))
         say("step")
 
@@ -161,6 +179,7 @@ def main() -> None:
     directory = session().checkpoint_dir
     storage: Any = SlowStorage(directory, SAVE_SECONDS) if SAVE_SECONDS and directory else None
     result = Trainer(job, config, storage=storage).run()
+    job.close_up(result.step)
     if not result.drained and RANK == 0 and job.network is not None:
         write_digest(FOLDER / "digest", step=result.step, digest=parameter_digest(job.network))
 
