@@ -29,6 +29,11 @@ def lacks_room(error: OSError, *, port: int | None = None) -> bool:
     return error.errno in _NO_ROOM or (port == 0 and error.errno == errno.EADDRINUSE)
 
 
+def is_full(error: OSError) -> bool:
+    """Whether it says that a disk has no room, or this user's share of it."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def start_thread(thread: threading.Thread) -> None:
     """Raises: OSError (EAGAIN) when this host has no room for a thread, which Python says by a RuntimeError."""
     try:

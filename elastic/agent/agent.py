@@ -376,14 +376,14 @@ class Agent(ElasticAgent):
     def _make_status(self) -> JobStatus:
         finished = None if self._finished is None else _OUTCOMES.get(self._finished, "failed")
         crew, done = self._crew, self._crew.done
-        stopping = done.terminate_until is not None and self.orders.is_leaving  # scripts without a session
+        of_scripts = done.terminate_until if self.orders.is_leaving else None  # they have no session to drain
         return job_status(
             Facts(
                 config=self._config,
                 view=self._membership.view(),
                 workers=crew.workers.all,
                 standbys=crew.standbys.warm_ranks,
-                draining=done.drain_until is not None or stopping,
+                draining=(done.drain_until or of_scripts) is not None,
                 joining=self._joining.is_under_way,
                 finished=finished,
                 disk_step=crew.disk_step,

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from elastic.errors import UsageError
 from elastic.own_checkpoints import own_checkpoints
-from elastic.passing import is_away, lacks_room
+from elastic.passing import is_away, is_full, lacks_room
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,6 @@ _WAIT_SECONDS = 15.0
 _PAUSE_SECONDS = 0.05
 _WORD_BYTES = 1024
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)  # what opening a link, a directory, a socket says
 
 
@@ -180,7 +179,7 @@ def _open_own(checkpoint_dir: str) -> _LockFile | None:
     except OSError as exc:
         if lacks_room(exc) or (is_away(exc) and not _can_be_read(local)):
             raise
-        if not os.path.isdir(local) and exc.errno not in _FULL:  # noqa: PTH112 - never raises
+        if not os.path.isdir(local) and not is_full(exc):  # noqa: PTH112 - never raises
             raise UsageError(
                 f"--checkpoint-dir {checkpoint_dir} is not there and cannot be made: {exc.strerror or exc}; make it, "
                 "for this user to write to, or give another one"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import signal
 import time
@@ -12,7 +11,7 @@ from typing import TypeVar
 from elastic.agent.mailbox import Mailbox, SignalReceived
 from elastic.agent.systemd import Notifier
 from elastic.errors import ElasticError, StorageGoneError
-from elastic.passing import is_away, lacks_room
+from elastic.passing import is_away, is_full, lacks_room
 
 logger = logging.getLogger(__name__)
 
@@ -100,4 +99,4 @@ class Start:
 
 def _is_short(error: OSError) -> bool:
     """As `lacks_room`, or on the disk."""
-    return lacks_room(error, port=0) or error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return lacks_room(error, port=0) or is_full(error)

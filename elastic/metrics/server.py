@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from elastic.errors import UsageError
 from elastic.metrics.access import CHALLENGES, OPEN, Access
 from elastic.metrics.site import Answer, Ask, Route, Site
-from elastic.passing import lacks_room, start_thread
+from elastic.passing import is_full, lacks_room, start_thread
 from elastic.runtime import socket_address
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class StatusServer:
                 self._listeners.append(_Listener(unix, Routes(site.routes(), site.controls), "elasticd-http-unix"))
             except OSError as exc:
                 self.close()
-                if lacks_room(exc) or exc.errno in (errno.ENOSPC, errno.EDQUOT):
+                if lacks_room(exc) or is_full(exc):
                     raise
                 raise UsageError(f"cannot make the status socket {socket_path}: {exc.strerror or exc}") from exc
 

@@ -380,6 +380,7 @@ def test_files_that_come_and_go_in_the_folder_are_no_reason_to_keep_nothing(tmp_
     finally:
         done.set()
         neighbour.join()
+    assert (tier._count, tier.problem) == (3, None)
     tier.close()
 
 

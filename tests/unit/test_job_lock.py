@@ -288,7 +288,9 @@ def test_a_word_that_is_our_own_pid_is_of_a_dead_agent_or_of_another_container(
     warden = (ckpt / ".lock").open()
     fcntl.flock(warden, fcntl.LOCK_EX)
     monkeypatch.setattr(Path, "read_bytes", lambda _: b"python\0-m\0elasticd")  # what /proc says of an agent
-    JobLock(str(ckpt), tmp_path, run_id=None, pause=lambda _: warden.close()).close()
+    lock = JobLock(str(ckpt), tmp_path, run_id=None, pause=lambda _: warden.close())
+    assert warden.closed, "it was waited for"
+    lock.close()
 
 
 def test_a_directory_that_cannot_be_made_is_named_at_the_start(tmp_path: Path) -> None:
