@@ -84,17 +84,23 @@ class Claim:
         self._was_seen = is_there
 
     def renew(self, line: Line) -> None:
-        """A leader's, before it publishes: the record is ours. One that could not be written at the start is, now.
+        """A leader's, before it publishes: as `check`. What could not be put on record at the start is, now."""
+        record = self.check(line)
+        if not self._is_staked or record is None or record.owner is None:
+            self.stake(line)
+
+    def check(self, line: Line) -> Record | None:
+        """The directory's record, which says nothing against a commit of this round.
 
         Raises:
-            CheckpointError, OSError: as those above.
+            StaleRoundError: a later round has begun there, or this one of another job.
+            CheckpointError, OSError: see `look`.
         """
         self.look(line)
         record = read_record(self._storage, line.directory)
         if reason := later_round(line, record) or another_owner(line, record):
             raise StaleRoundError(reason)
-        if not self._is_staked or record is None or record.owner is None:
-            self.stake(line)
+        return record
 
     def _read_folder(self) -> Record:
         record = None

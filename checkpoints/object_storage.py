@@ -24,6 +24,10 @@ class ObjectStorage(Storage):
     def make_directory(self, path: str) -> None:
         self._files.makedirs(path, exist_ok=True)
 
+    def make_new_directory(self, path: str) -> bool:
+        self.make_directory(path)
+        return True
+
     def write(self, path: str, data: memoryview | bytes, observe: Observer | None = None) -> None:
         view = memoryview(data).cast("B")
         with self._files.open(path, "wb") as file:

@@ -229,6 +229,11 @@ class Window(io.RawIOBase):
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._at, self._left = 0, share.image_bytes
 
+    @property
+    def image(self) -> memoryview:
+        """All of it, where it lies; from the start of a page."""
+        return memoryview(self._map)
+
     def readable(self) -> bool:
         return True
 

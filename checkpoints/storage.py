@@ -51,6 +51,13 @@ class Storage(abc.ABC):
         """Make `path` and its parents; it may be there already."""
 
     @abc.abstractmethod
+    def make_new_directory(self, path: str) -> bool:
+        """Make `path` in a directory that is there; False: it is there already. Of several callers one gets True.
+
+        Where nothing `renames` everyone does.
+        """
+
+    @abc.abstractmethod
     def write(self, path: str, data: memoryview | bytes, observe: Observer | None = None) -> None:
         """Write a whole file. When this returns its bytes are durable, its name is once the directory is synced.
 
@@ -107,6 +114,13 @@ class LocalStorage(Storage):
 
     def make_directory(self, path: str) -> None:
         Path(path).mkdir(mode=0o750, parents=True, exist_ok=True)
+
+    def make_new_directory(self, path: str) -> bool:
+        try:
+            Path(path).mkdir(mode=0o750)
+        except FileExistsError:
+            return False
+        return True
 
     def write(self, path: str, data: memoryview | bytes, observe: Observer | None = None) -> None:
         view = memoryview(data).cast("B")

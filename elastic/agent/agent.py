@@ -24,11 +24,13 @@ from torch.distributed.elastic.agent.server.api import (
 from elastic.agent import guard as guards
 from elastic.agent.crew import Crew
 from elastic.agent.decide import Act, Action, Observation, decide
+from elastic.agent.ending import Ending
 from elastic.agent.hang_watch import HangWatch
 from elastic.agent.joining import Joining
 from elastic.agent.mailbox import Mailbox, Readable, Request, SignalReceived
 from elastic.agent.measuring import Measuring
 from elastic.agent.orders import Orders
+from elastic.agent.rescuing import Rescue
 from elastic.agent.sessions import Sessions
 from elastic.agent.story import Story
 from elastic.agent.systemd import Notifier
@@ -40,7 +42,7 @@ from elastic.errors import ElasticError, ExitCode
 from elastic.rendezvous.lease import FENCE_SHARE
 from elastic.rendezvous.membership import Membership
 from elastic.rendezvous.round import Phase
-from elastic.status import FailureStatus, JobOutcome, JobStatus
+from elastic.status import JobOutcome, JobStatus
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,7 @@ class Agent(ElasticAgent):
         self.sessions = Sessions(config)
         self.orders = Orders(config=config, crew=crew, membership=membership, mailbox=mailbox)
         self._joining = Joining(crew=crew, membership=membership, patience_seconds=config.join_timeout_seconds)
+        self._rescue = Rescue(config=config, crew=crew, mailbox=mailbox, notifier=notifier)
         self._done = False
         self._finished: ExitCode | None = None
         self._error: ElasticError | None = None  # kept: a membership that has been left has none
@@ -116,7 +119,7 @@ class Agent(ElasticAgent):
     # The loop.
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run the job on this node until it ends; `exit_code` then says how."""
+        """Run the job on this node until it ends; `ending` then says how."""
         adopt_orphans()
         self._membership.open(self._mailbox.wake)
         self._guard.start()
@@ -126,40 +129,27 @@ class Agent(ElasticAgent):
                 self._pass(self._mailbox.wait(self._next_deadline()))
         finally:
             self._release()
+        self._finished = self._rescue.run(self._ended_with(), self.orders)
         succeeded = self._finished is ExitCode.SUCCEEDED
         self._group.state = WorkerState.SUCCEEDED if succeeded else WorkerState.FAILED
         return RunResult(state=self._group.state, failures=self._story.failures)
 
-    @property
-    def exit_code(self) -> ExitCode:
+    def ending(self) -> Ending:
         """How the job ended here; valid after `run`."""
+        view, crew = self._membership.view(), self._crew
+        return Ending(
+            exit_code=self._ended_with(),
+            error=self._error,
+            cause=view.round.cause if view.round is not None and view.outcome == "failed" else "",
+            had_last_round=view.round is not None and view.round.number == crew.round,
+            applied_step=crew.applied_step,
+            committed_step=crew.disk_step,
+            failure=self._story.last_failure,
+            last_words=self.sessions.last_words,
+        )
+
+    def _ended_with(self) -> ExitCode:
         return ExitCode.FAILED if self._finished is None else self._finished
-
-    @property
-    def error(self) -> ElasticError | None:
-        """Why this node could not go on, where that is no worker's fault."""
-        return self._error
-
-    @property
-    def closing_cause(self) -> str:
-        """Why the job has failed, the same on every node; empty while it has not."""
-        view = self._membership.view()
-        return view.round.cause if view.round is not None and view.outcome == "failed" else ""
-
-    @property
-    def had_last_round(self) -> bool:
-        """Whether workers of the job's last round ran here; not on a spare."""
-        formed = self._membership.view().round
-        return formed is not None and formed.number == self._crew.round
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        """The newest applied and the newest committed step that any worker has told of; -1: none has."""
-        return self._crew.applied_step, self._crew.disk_step
-
-    @property
-    def last_failure(self) -> FailureStatus | None:
-        return self._story.last_failure
 
     def _pass(self, events: list[Any]) -> None:
         """Observe, decide, act, tell."""

@@ -80,7 +80,7 @@ class Crew:
         self._logs_specs = logs_specs
         self._folder = folder
         self._nonce = nonce
-        self._host, self._memory_dir = host, memory_dir
+        self._host, self.memory_dir = host, memory_dir
         self._births = births(config, nonce)
         self._wants_standbys = config.standby and not config.no_python
         self._console = Console(config)
@@ -92,6 +92,7 @@ class Crew:
         self._next_address: tuple[str, int] = ("", 0)
         self.master: tuple[str, int] = ("", 0)
         self.round = 0
+        self.has_rank_0 = False  # of the last round that ran here
         self._node_id = config.node_id
         self.done = RoundActs()
         self.applied_step = -1  # of the newest round that reported one
@@ -155,6 +156,7 @@ class Crew:
     def start(self, formed: Round, node_id: str) -> None:
         """Start this node's workers of the round. Raises: OSError when a process cannot be started."""
         previous, self.round, self._node_id = self.round, formed.number, node_id
+        self.has_rank_0 = 0 in formed.ranks(node_id)
         hosts = formed.store_host == node_id
         self.master = self._next_address if hosts else (formed.store_addr, formed.store_port)
         self._store, self._next_store = (self._next_store if hosts else None), None
@@ -169,7 +171,7 @@ class Crew:
                 local_rank=local_rank,
                 master=self.master,
                 nonce=self._nonce,
-                memory_dir=self._memory_dir,
+                memory_dir=self.memory_dir,
                 committed_step=self.disk_step,
             )
             for local_rank in range(self._config.nproc_per_node)

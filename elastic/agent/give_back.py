@@ -1,8 +1,8 @@
 """`elasticd give-back`, which systemd runs after the unit has stopped: what an agent that was killed still holds.
 
 An agent that ends by itself leaves nothing. One that was killed leaves its folder, in which it noted how to reach the
-store: whatever it started is killed first, and only then is its lease ended, so that the others go on at once.
-Needs no torch: it must be quicker than the lease.
+store: whatever it started is killed first, and only then is its lease ended, so that the others go on at once. Needs no
+torch for that: it must be quicker than the lease. What the agent held in memory comes last.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from elastic.agent.instance import kill_what_it_left, sweep
 from elastic.agent.memory import free_memory
+from elastic.agent.rescuing import rescue_what_is_left
 from elastic.config import JobConfig
 from elastic.errors import ElasticError
 
@@ -41,7 +42,7 @@ def give_back(runtime: Path, environ: Mapping[str, str] = os.environ) -> None:
 
     if any(runtime.glob("agent-*")):  # else the agent ended by itself
         sweep(runtime, take_leave)
-        free_memory(environ)
+        free_memory(rescue_what_is_left, environ)
 
 
 def _end_lease(folder: Path, environ: Mapping[str, str]) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from elastic.agent.agent import SIGNALS, Agent
 from elastic.agent.assembly import highest_round, make_rendezvous
 from elastic.agent.crew import Crew
+from elastic.agent.ending import say_how_it_ended
 from elastic.agent.environment import job_command
 from elastic.agent.give_back import note_membership
 from elastic.agent.guard import Guard
@@ -28,6 +29,7 @@ from elastic.agent.mailbox import Mailbox
 from elastic.agent.measuring import Measuring
 from elastic.agent.memory import memory_folder
 from elastic.agent.profiles import Profiles
+from elastic.agent.rescuing import note_owner, rescue_what_is_left
 from elastic.agent.starting import Start, StoppedError
 from elastic.agent.stop_timeout import own_unit, warn_if_short
 from elastic.agent.systemd import Life, Notifier
@@ -74,18 +76,23 @@ def _run(config: JobConfig, notifier: Notifier, mailbox: Mailbox, start: Start, 
     agent, held = start.find_room(lambda: _prepare(config, notifier, mailbox, start, life))
     with held:
         agent.run()
-        life.end(agent.exit_code)
-        return _report(agent, config)
+        ending = agent.ending()
+        life.end(ending.exit_code)
+        say_how_it_ended(ending, config.checkpoint_dir)
+        return int(ending.exit_code)
 
 
 def _prepare(
     config: JobConfig, notifier: Notifier, mailbox: Mailbox, start: Start, life: Life
 ) -> tuple[Agent, contextlib.ExitStack]:
     """The agent, and what is to be closed when it has run. Raises: as `_run`; OSError: there is no room for it."""
-    memory = memory_folder() if config.memory_checkpoints else contextlib.nullcontext()
+    rescue = partial(rescue_what_is_left, pause=start.pause)
+    memory = memory_folder(rescue) if config.memory_checkpoints else contextlib.nullcontext()
     with contextlib.ExitStack() as stack:
         instance = stack.enter_context(_instance())
         memory_dir = stack.enter_context(memory)
+        if memory_dir is not None:
+            note_owner(Path(memory_dir), config)
         keep_open = stack.enter_context(_lock_checkpoints(config, instance, start))
         checkpoints = f"--checkpoint-dir {config.checkpoint_dir}"
         highest = start.reach(checkpoints, lambda: highest_round(config.checkpoint_dir))
@@ -200,37 +207,3 @@ def _worker_spec(config: JobConfig, handler: MembershipHandler) -> WorkerSpec:
         local_addr=config.local_addr,
         **{name: value for name, value in newer.items() if name in known},
     )
-
-
-def _report(agent: Agent, config: JobConfig) -> int:
-    """The last line of the log says how the job ended."""
-    code, failure = agent.exit_code, agent.last_failure
-    applied, on_disk = agent.steps
-    place = f" in {config.checkpoint_dir}" if config.checkpoint_dir else ""
-    newest = f"step {on_disk} is the newest that is committed{place}" if on_disk >= 0 else "nothing was committed"
-    if code is ExitCode.SUCCEEDED and config.checkpoint_dir and agent.had_last_round and applied > on_disk:
-        logger.warning("the job has succeeded, and its last step %d is not saved: %s", applied, newest)
-    elif code is ExitCode.SUCCEEDED:
-        logger.info("the job has succeeded")
-    elif code is ExitCode.DRAINED and on_disk >= 0:
-        logger.info("the job has drained, step %d is committed%s: run it again to go on", on_disk, place)
-    elif code is ExitCode.DRAINED and applied >= 0:
-        logger.info("the job has drained before a step that would have to be saved: run it again to go on")
-    elif code is ExitCode.DRAINED:
-        logger.info("the job was stopped; %s", agent.sessions.last_words)
-    elif code is ExitCode.STEPS_LOST:
-        logger.error(
-            "stopped at step %d, and %s: what lies between is trained again, unless other nodes of the job have it in "
-            "memory and go on",
-            applied,
-            newest,
-        )
-    elif agent.error is not None:
-        logger.error("the job has failed here: %s", agent.error)
-    elif agent.closing_cause:
-        logger.error("the job has failed: %s", agent.closing_cause)
-    elif failure is not None:
-        logger.error(
-            "the job has failed: rank %s %s: %s", failure.rank, failure.reason, failure.message.splitlines()[0]
-        )
-    return int(code)

@@ -1,6 +1,7 @@
 """The agent's folder in shared memory: what workers keep there outlives them, and goes with the agent.
 
-The folder is held by a lock, so that one whose agent was killed is recognised and freed by the next agent of this user.
+The folder is held by a lock, so that one whose agent was killed is recognised and freed by the next agent of this user,
+once `rescue` has been called with it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from elastic.agent.workers import remove_tree
@@ -24,12 +25,12 @@ _NEW_SECONDS = 60.0  # a folder that is not locked yet may be one that is being 
 
 
 @contextlib.contextmanager
-def memory_folder(environ: Mapping[str, str] = os.environ) -> Iterator[str | None]:
+def memory_folder(rescue: Callable[[Path], object], environ: Mapping[str, str] = os.environ) -> Iterator[str | None]:
     """A folder of this agent alone, in memory; None, with a warning, where there can be none."""
     place, prefix = _place(environ), _prefix()
     descriptor = -1
     try:
-        sweep(place, prefix)
+        sweep(place, prefix, rescue)
         making = place / f".{prefix}{os.getpid()}-{secrets.token_hex(4)}"
         folder = place / making.name[1:]
         making.mkdir(mode=0o700)
@@ -49,9 +50,9 @@ def memory_folder(environ: Mapping[str, str] = os.environ) -> Iterator[str | Non
         os.close(descriptor)
 
 
-def free_memory(environ: Mapping[str, str]) -> None:
+def free_memory(rescue: Callable[[Path], object], environ: Mapping[str, str]) -> None:
     """What agents of this user held that were killed, now rather than at the next start."""
-    sweep(_place(environ), _prefix())
+    sweep(_place(environ), _prefix(), rescue)
 
 
 def _place(environ: Mapping[str, str]) -> Path:
@@ -62,7 +63,7 @@ def _prefix() -> str:
     return f"elasticd-{os.geteuid()}-"
 
 
-def sweep(place: Path, prefix: str) -> None:
+def sweep(place: Path, prefix: str, rescue: Callable[[Path], object]) -> None:
     """Free what agents of this user held that were killed."""
     for folder in [*place.glob(f"{prefix}*"), *place.glob(f".{prefix}*")]:
         with contextlib.suppress(OSError):  # another user's, or one that another agent sweeps at the same time
@@ -71,6 +72,7 @@ def sweep(place: Path, prefix: str) -> None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 is_new = folder.name.startswith(".") and time.time() - folder.stat().st_mtime < _NEW_SECONDS
                 if not is_new and folder.stat().st_uid == os.geteuid():
+                    rescue(folder)
                     remove_tree(folder)
                     logger.info("freed what a killed agent had held in memory: %s", folder)
             finally:

@@ -26,6 +26,7 @@ class Orders:
         self._config, self._crew, self._membership, self._mailbox = config, crew, membership, mailbox
         self._first: signal.Signals | None = None  # of TERM and INT: the next one means something else
         self.asked = Asked.NOTHING
+        self.asked_at = 0.0  # CLOCK_MONOTONIC, to drain
 
     @property
     def is_leaving(self) -> bool:
@@ -72,6 +73,7 @@ class Orders:
         return Answer(200, json_line({"already": already, "seconds": self._seconds_left()}), "application/json")
 
     def _drain(self) -> None:
+        self.asked_at = self.asked_at or time.monotonic()
         self.asked = max(self.asked, Asked.DRAIN)
         self._membership.leaving()
 

@@ -57,6 +57,13 @@ class Notifier:
         """The loop has not begun yet: something is waited for, within limits of its own."""
         self._wait_for(_PATIENCE_SECONDS)
 
+    def saving(self, step: int) -> None:
+        """The loop is over, and what only memory holds is being saved, within limits of its own."""
+        self.state(STATUS=f"saving step {step}, which only memory holds")
+        self._wait_for(_LAST_PATIENCE_SECONDS)
+        if self.watchdog_seconds:
+            self._send("WATCHDOG=1")
+
     def ending(self, exit_code: ExitCode | None) -> None:
         """The loop is over. Who ends well without ever having been ready would count as failed."""
         if exit_code in (ExitCode.SUCCEEDED, ExitCode.DRAINED):

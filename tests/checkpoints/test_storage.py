@@ -128,6 +128,16 @@ def test_failed_replace_leaves_the_old_file_and_no_other(tmp_path: Path, monkeyp
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"old"}
 
 
+def test_a_new_directory_is_made_by_one_where_one_can_tell(place: tuple[Storage, str]) -> None:
+    storage, base = place
+    storage.make_directory(base)
+    path = storage.join(base, "new")
+    assert storage.make_new_directory(path)
+    assert storage.make_new_directory(path) is not storage.renames
+    storage.write(storage.join(path, "file"), b"x")
+    assert storage.names(path) == ["file"]
+
+
 def test_swap_exchanges_two_directories(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name / name).mkdir(parents=True)

@@ -184,3 +184,30 @@ def test_two_of_three_go_and_who_comes_with_an_empty_disk_gets_the_state_of_the_
     all_samples_used_once(tmp_path)
     for name in "ad":
         assert committed_step(nodes.folder / name / "checkpoints") == STEPS
+
+
+def test_who_is_stopped_while_it_waits_for_others_saves_what_its_memory_holds(
+    tmp_path: Path, make: Make, undisturbed: str
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    slow = write(tmp_path, "slow", "")
+    settings = ("--checkpoint-dir", str(checkpoints), "--checkpoint-every", "1000", "--memory-every", "1")
+    nodes = make("below", "--nnodes", "2:2", *settings)
+    nodes.start("a", "b", **environ(0))
+    nodes.jobs["a"].wait_status(lambda s: (s["checkpoint"]["memory_step"] or 0) >= 3, seconds=START_SECONDS)
+    nodes.kill("b")
+    nodes.wait(waits_for_another, "a", seconds=TTL + 20)
+    nodes.jobs["a"].signal(signal.SIGTERM)
+    code = nodes.jobs.pop("a").wait(START_SECONDS)
+    applied, saved = read_ledger((tmp_path / "ledger").read_text()).last_step, committed_step(checkpoints)
+    assert applied - 1 <= saved <= applied
+    assert code == (143 if saved == applied else 5), nodes.output
+    slow.unlink()
+    nodes.start("a", "b", **environ(0))
+    assert nodes.ends() == {"a": 0, "b": 0}, nodes.output
+    last_round = [entry for entry in all_samples_used_once(tmp_path).entries if not entry.closed_by][-1].round
+    assert (
+        min(e.step for e in read_ledger((tmp_path / "ledger").read_text()).entries if e.round == last_round)
+        == saved + 1
+    )
+    assert (tmp_path / "digest").read_text() == undisturbed

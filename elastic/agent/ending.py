@@ -1,0 +1,65 @@
+"""How the job ended on this node, and the line of the log that says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from elastic.errors import ElasticError, ExitCode
+from elastic.status import FailureStatus
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What an agent knows when its loop is over.
+
+    Attributes:
+        error: why this node could not go on, where that is no worker's fault.
+        cause: why the job has failed, the same on every node; empty while it has not.
+        had_last_round: workers of the job's last round ran here; not on a spare.
+        applied_step, committed_step: the newest that any worker has told of; -1: none has.
+        last_words: what a stop means to workers of this kind.
+    """
+
+    exit_code: ExitCode
+    error: ElasticError | None
+    cause: str
+    had_last_round: bool
+    applied_step: int
+    committed_step: int
+    failure: FailureStatus | None
+    last_words: str
+
+
+def say_how_it_ended(ending: Ending, checkpoint_dir: str | None) -> None:
+    """The last line of the log."""
+    code, applied, on_disk = ending.exit_code, ending.applied_step, ending.committed_step
+    place = f" in {checkpoint_dir}" if checkpoint_dir else ""
+    newest = f"step {on_disk} is the newest that is committed{place}" if on_disk >= 0 else "nothing was committed"
+    if code is ExitCode.SUCCEEDED and checkpoint_dir and ending.had_last_round and applied > on_disk:
+        logger.warning("the job has succeeded, and its last step %d is not saved: %s", applied, newest)
+    elif code is ExitCode.SUCCEEDED:
+        logger.info("the job has succeeded")
+    elif code is ExitCode.DRAINED and on_disk >= 0:
+        logger.info("the job has drained, step %d is committed%s: run it again to go on", on_disk, place)
+    elif code is ExitCode.DRAINED and applied >= 0:
+        logger.info("the job has drained before a step that would have to be saved: run it again to go on")
+    elif code is ExitCode.DRAINED:
+        logger.info("the job was stopped; %s", ending.last_words)
+    elif code is ExitCode.STEPS_LOST:
+        logger.error(
+            "stopped at step %d, and %s: what lies between is trained again, unless other nodes of the job have it in "
+            "memory and go on",
+            applied,
+            newest,
+        )
+    elif ending.error is not None:
+        logger.error("the job has failed here: %s", ending.error)
+    elif ending.cause:
+        logger.error("the job has failed: %s", ending.cause)
+    elif (failure := ending.failure) is not None:
+        logger.error(
+            "the job has failed: rank %s %s: %s", failure.rank, failure.reason, failure.message.splitlines()[0]
+        )

@@ -1,0 +1,209 @@
+"""What memory alone holds is committed by its owner: whole and bit by bit, once, where the job was; or not at all."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import catalog, rescue
+from checkpoints.errors import CheckpointError, StaleRoundError
+from checkpoints.manager import CheckpointManager
+from checkpoints.memory import MemoryTier
+from checkpoints.rescue import Rescued
+from tests.checkpoints.support import FaultyStorage, assert_same, cut_state, die, fail_with, flip_byte, small_state
+from tests.support.ranks import run_ranks
+
+
+def kept(disk: Path | str, folder: Path, steps: range, *, save: int = 0, run_id: str = "job", **more: Any) -> None:
+    """A job of one rank that kept these steps, and saved one of them, until it was over."""
+    manager = CheckpointManager(disk, memory=MemoryTier(folder), run_id=run_id, incarnation="i", **more)
+    manager.restore()
+    for step in steps:
+        if step == save:
+            manager.save(step, small_state(step), samples=10 * step)
+        else:
+            assert manager.keep(step, small_state(step), samples=10 * step) is not None
+    manager.close()
+
+
+def saved(folder: Path, disk: Path | str, **more: Any) -> Rescued:
+    rescued = rescue.rescue(folder, disk, "job", **more)
+    assert rescued is not None
+    return rescued
+
+
+def committed(disk: Path | str) -> list[int]:
+    return [entry["step"] for entry in catalog.verify(disk) if entry["state"] == "committed"]
+
+
+def assert_restores(disk: Path | str, step: int) -> None:
+    """A later round goes on from that step as the directory has it."""
+    manager = CheckpointManager(disk, run_id="job", incarnation="later")
+    restored = manager.restore()
+    manager.close()
+    assert restored is not None
+    assert (restored.step, restored.samples, restored.tier) == (step, 10 * step, "disk")
+    assert_same(restored.state, small_state(step))
+
+
+def test_the_newest_step_is_committed_and_the_next_start_goes_on_from_it(tmp_path: Path) -> None:
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    kept(disk, memory, range(1, 8), save=3)
+    rescued = saved(memory, disk)
+    assert rescued.step == 7
+    assert Path(rescued.path) == disk / "step-000000000007"
+    assert committed(disk) == [3, 7]
+    assert rescue.rescue(memory, disk, "job") is None  # there is nothing newer any more
+    assert not list(disk.glob(".*"))
+    assert_restores(disk, 7)
+
+
+def test_a_step_that_a_later_round_restored_and_never_passed_is_committed(tmp_path: Path) -> None:
+    """The workers failed at the same step in every round: the newest one is of the first."""
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    kept(disk, memory, range(1, 5), save=2, round=4)
+    for round_ in (5, 6):
+        kept(disk, memory, range(0), round=round_)
+    assert saved(memory, disk).step == 4
+    assert_restores(disk, 4)
+
+
+def test_the_directory_that_has_the_step_is_left_alone(tmp_path: Path) -> None:
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    kept(disk, memory, range(1, 4), save=3)
+    assert rescue.rescue(memory, disk, "job") is None
+    assert rescue.rescue(memory, disk, "another job") is None
+    assert committed(disk) == [3]
+
+
+def keep_on_two_nodes(rank: int, world_size: int, store: Any, folder: Path) -> None:
+    tier = MemoryTier(folder / f"node{rank // 2}", local_rank=rank % 2, local_world_size=2)
+    manager = CheckpointManager(
+        folder / "disk", rank=rank, world_size=world_size, store=store, memory=tier, run_id="job"
+    )
+    manager.restore()
+    for step in range(1, 6):
+        assert manager.keep(step, cut_state(step)) is not None
+        manager.settle()
+    manager.close()
+
+
+def test_of_two_nodes_that_share_the_directory_one_saves_what_its_ranks_have(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    run_ranks(4, keep_on_two_nodes, tmp_path)
+    with ThreadPoolExecutor(2) as nodes:
+        at_once = [nodes.submit(saved, tmp_path / f"node{node}", disk) for node in range(2)]
+    assert {future.result().step for future in at_once} == {5}
+    assert [entry["step"] for entry in catalog.verify(disk)] == [5]
+    assert len(list((disk / "step-000000000005").glob("shard-*-of-00002.safetensors"))) == 2
+    manager = CheckpointManager(disk, run_id="job")
+    restored = manager.restore()
+    manager.close()
+    assert restored is not None
+    assert_same(restored.state, cut_state(5))
+
+
+def test_another_node_that_died_over_it_is_waited_for_in_vain(tmp_path: Path) -> None:
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    kept(disk, memory, range(1, 3), round=1)
+    (disk / ".writing-step-000000000002-r1-rescued").mkdir()
+    with pytest.raises(CheckpointError, match="whoever made it has not finished"):
+        rescue.rescue(memory, disk, "job", patience_seconds=0.3)
+    assert committed(disk) == []
+
+
+def test_a_damaged_step_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    kept(disk, memory, range(1, 6))
+    (newest,) = [path for path in memory.glob("rank-0-slot-*") if b'"step": 5' in path.read_bytes()[:8192]]
+    flip_byte(newest, newest.stat().st_size // 2)
+    step = saved(memory, disk).step
+    assert step in (4, 5)  # what was hit may lie beyond the image
+    flip_byte(newest, 4096 + newest.read_bytes()[4096:].index(b"mark"))
+    shutil.rmtree(disk)
+    kept(disk, tmp_path / "other", range(0))
+    assert saved(memory, disk).step == 4
+    assert_restores(disk, 4)
+
+
+def test_a_job_that_has_gone_on_elsewhere_is_not_disturbed(tmp_path: Path) -> None:
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    kept(disk, memory, range(1, 4), round=2)
+    kept(disk, tmp_path / "elsewhere", range(1, 3), save=2, round=3)
+    assert rescue.rescue(memory, disk, "job") is None  # void: round 3 began below
+    kept(disk, memory, range(3, 5), round=4)
+    shutil.copytree(memory, tmp_path / "peer")  # has the same step, and goes on from it
+    kept(disk, tmp_path / "peer", range(0), round=5)
+    before = sorted(disk.iterdir())
+    with pytest.raises(StaleRoundError, match="round 5 has begun"):
+        rescue.rescue(memory, disk, "job")
+    assert sorted(disk.iterdir()) == before
+
+
+def test_nothing_is_written_to_a_directory_that_is_not_the_jobs_any_more(tmp_path: Path) -> None:
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    kept(disk, memory, range(1, 4))
+    shutil.rmtree(disk)
+    disk.mkdir()
+    with pytest.raises(CheckpointError, match="unmounted, replaced or emptied"):
+        rescue.rescue(memory, disk, "job")
+    assert not list(disk.iterdir())
+
+
+def test_on_an_object_store_the_first_node_does_it(tmp_path: Path) -> None:
+    url, memory = f"memory://{tmp_path}/store", tmp_path / "memory"
+    kept(url, memory, range(1, 4), save=1)
+    assert rescue.rescue(memory, url, "job", is_first=False) is None
+    assert saved(memory, url).step == 3
+    assert committed(url) == [1, 3]
+    assert_restores(url, 3)
+
+
+def in_child(action: Callable[[], object]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            action()
+        finally:
+            os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+@pytest.mark.parametrize("ends", ["fails", "is killed"])
+def test_whatever_operation_fails_the_directory_has_the_old_step_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    storage = FaultyStorage(fail_with(28) if ends == "fails" else die)
+    monkeypatch.setattr(rescue, "open_storage", lambda directory: (storage, str(directory)))
+    for number in itertools.count():
+        disk, memory = tmp_path / f"disk{number}", tmp_path / f"memory{number}"
+        kept(disk, memory, range(1, 5), save=2)
+        storage.arm(number)
+        if ends == "fails":
+            over = _fails(memory, disk)
+        else:
+            over = in_child(lambda m=memory, d=disk: rescue.rescue(m, d, "job")) != signal.SIGKILL  # type: ignore[misc]
+        storage.disarm()
+        assert committed(disk) in ([2], [2, 4])
+        assert_restores(disk, committed(disk)[-1])
+        if over:
+            break
+    assert number > 5
+    assert committed(disk) == [2, 4]
+
+
+def _fails(memory: Path, disk: Path) -> bool:
+    """Whether it was committed without an error."""
+    try:
+        rescue.rescue(memory, disk, "job")
+    except OSError:
+        return False
+    return True
