@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
-from checkpoints.held import Whole
+from checkpoints.held import Whole, held_in
 from checkpoints.load import load
+from checkpoints.manager import CheckpointManager
+from checkpoints.memory import MemoryTier
+from checkpoints.restore import Restored
 from checkpoints.slot import Mark
 from checkpoints.storage import LocalStorage
 
@@ -165,3 +168,42 @@ def mark(step: int) -> Mark:
         run_id="", incarnation="", round=1, base_step=0, step=step, samples=0, fingerprint="", world_size=2,
         nonce="n", unix_time=0.0,
     )  # fmt: skip
+
+
+def manager_of(
+    directory: Path | None,
+    folder: Path,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    store: Any = None,
+    nodes: int = 1,
+    **more: Any,
+) -> CheckpointManager:
+    """Ranks are dealt to nodes of equal size, each with a folder of its own."""
+    local = world // nodes
+    tier = MemoryTier(folder / f"node{rank // local}", local_rank=rank % local, local_world_size=local)
+    return CheckpointManager(directory, rank=rank, world_size=world, store=store, memory=tier, **more)
+
+
+def restored_by(manager: CheckpointManager, **more: Any) -> Restored:
+    restored = manager.restore(**more)
+    assert restored is not None
+    return restored
+
+
+def slots_by_step(folder: Path) -> dict[int, Path]:
+    """One share of each step that is whole in the folder."""
+    return {whole.mark.step: whole.shares[0].path for whole in held_in(folder, "")}
+
+
+def round_trip(directory: Path, state: Any) -> Any:
+    manager = CheckpointManager(directory)
+    manager.save(1, state)
+    result = manager.wait()
+    assert result is not None
+    assert result.state == "committed", result.error
+    restored = manager.restore()
+    manager.close()
+    assert restored is not None
+    return restored.state

@@ -17,7 +17,7 @@ import pytest
 
 from elastic.rendezvous.records import NodeRecord
 from elastic.rendezvous.round import Round
-from tests.e2e.test_many_nodes import (
+from tests.e2e.nodes import (
     SLACK,
     START_SECONDS,
     STEPS,

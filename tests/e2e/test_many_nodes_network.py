@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import pytest
 
-from tests.e2e.test_many_nodes import SLACK, STEPS, SUPPORT, TTL, Nodes, no_later_than, pids
+from tests.e2e.nodes import SLACK, STEPS, SUPPORT, TTL, Nodes, no_later_than, pids
 from tests.support.beating_script import assert_rounds_never_overlap
 from tests.support.etcd import EtcdCluster, etcd_cluster
 from tests.support.job import Job, wait_for, write

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from elastic.demo.ledger import Ledger, audit, planned_steps, read_ledger
-from tests.e2e.test_many_nodes import START_SECONDS, SUPPORT, TTL, Nodes, node_of_rank
+from tests.e2e.nodes import START_SECONDS, SUPPORT, TTL, Nodes, node_of_rank
 from tests.support.etcd import EtcdCluster, etcd_cluster
 from tests.support.job import run_to_end, wait_for, write
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.test_metrics import port_of
-from tests.e2e.test_many_nodes import Nodes
+from tests.e2e.nodes import Nodes
 from tests.metrics.test_dashboards import exported
 from tests.support.etcd import etcd_cluster
 from tests.support.job import wait_for

@@ -31,6 +31,7 @@ RULES = Rules(
 )
 
 
+DEAD_PID = 4_194_305  # above the highest that Linux gives
 ENDINGS: list[threading.Thread] = []  # of nodes that vanished; to be joined at the end
 
 
@@ -176,3 +177,24 @@ def all_run(peers: list[Peer], count: int | None = None) -> Callable[[], bool]:
         return current.phase is Phase.RUNNING and len(current.members) == (count or len(peers))
 
     return holds
+
+
+class Job:
+    """A store server and the nodes of the tests on it."""
+
+    def __init__(self, connect: Callable[[], Store], run_id: str) -> None:
+        self.connect = connect
+        self.run_id = run_id
+        self.peers: list[Peer] = []
+
+    def start(self, name: str, **settings: Any) -> Peer:
+        peer = Peer(self.connect(), name, run_id=self.run_id, **settings)
+        self.peers.append(peer)
+        return peer
+
+    def until(self, condition: Callable[[], Any], seconds: float = 12.0) -> float:
+        return until([peer for peer in self.peers if not peer.is_gone], condition, seconds)
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()

@@ -11,8 +11,7 @@ from elastic.errors import StoreRefusedError, StoreUnavailableError
 from elastic.rendezvous.etcd_store import open_store
 from elastic.rendezvous.records import Keys
 from elastic.rendezvous.store import Put
-from tests.rendezvous.peers import ENDINGS, Peer, all_run
-from tests.rendezvous.test_member import Job
+from tests.rendezvous.peers import Job, Peer, all_run
 from tests.support.etcd import EtcdCluster, etcd_cluster, eventually
 from tests.support.fake_store import FakeServer, FakeStore
 from tests.support.proxy import Proxy
@@ -36,9 +35,6 @@ def job(cluster: EtcdCluster, proxy: Proxy, request: pytest.FixtureRequest) -> I
     made = Job(lambda: open_store(cluster.config()), request.node.name)
     yield made
     made.close()
-    for ending in ENDINGS:
-        ending.join()
-    ENDINGS.clear()
 
 
 def behind(proxy: Proxy, cluster: EtcdCluster, job: Job, name: str) -> Peer:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from elastic.config import JobConfig, load
 
+ETCD = ["--rdzv-backend", "etcd3", "--rdzv-endpoint", "h1:2379", "--rdzv-id", "job"]
+
 
 def job_file(text: str, name: str = "job.toml") -> str:
     Path(name).write_text(text)
