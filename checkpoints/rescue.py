@@ -35,7 +35,6 @@ class Rescued:
 
     step: int
     path: str
-    bytes: int
 
 
 def rescue(
@@ -61,34 +60,78 @@ def rescue(
         return None
     deadline = time.monotonic() + patience_seconds
     struck: dict[str, str] = {}
-    others: Rescued | None = None
+    by_another: Rescued | None = None
     while (whole := _newest(storage, root, Path(folder), run_id, struck)) is not None:
-        mark = whole.mark
-        claim = Claim(storage, root, Path(folder))
-        line = _line(whole, root, claim.newest_round)
-        claim.check(line)
-        working = working_directory(storage, root, mark.step, mark.round, _NONCE)
-        storage.make_directory(root)
-        if not storage.make_new_directory(working):
-            if time.monotonic() >= deadline:
-                raise CheckpointError(f"{working} is there, and whoever made it has not finished")
-            size = sum(share.image_bytes for share in whole.shares)
-            others = Rescued(step=mark.step, path=storage.join(root, step_name(mark.step)), bytes=size)
+        step = whole.mark.step
+        commit = _Commit(storage, root, Path(folder), whole)
+        if commit.begin():
+            logger.info("step %d is in memory alone: saving it to %s", step, root)
+            try:
+                return Rescued(step=step, path=commit.run())
+            except CorruptCheckpointError as exc:
+                logger.warning("step %d in memory is passed over: %s", step, exc)
+                struck[whole.commit] = str(exc)
+        elif time.monotonic() >= deadline:
+            raise CheckpointError(f"{commit.working} is there, and whoever made it has not finished")
+        else:
+            if by_another is None:
+                logger.info("step %d is in memory alone: another node is saving it to %s", step, root)
+            by_another = Rescued(step=step, path=storage.join(root, step_name(step)))
             time.sleep(_AGAIN_SECONDS)
-            continue
+    return by_another
+
+
+class _Commit:
+    """Of what memory holds whole, without ranks: one process has all the shares."""
+
+    def __init__(self, storage: Storage, root: str, folder: Path, whole: Whole) -> None:
+        self._storage, self._root, self._whole = storage, root, whole
+        self._claim = Claim(storage, root, folder)
+        self.working = working_directory(storage, root, whole.mark.step, whole.mark.round, _NONCE)
+
+    def begin(self) -> bool:
+        """Whether it is ours to do, and not another node's. Raises: CheckpointError, OSError."""
+        self._claim.check(self._line)
+        self._storage.make_directory(self._root)
+        return self._storage.make_new_directory(self.working)
+
+    def run(self) -> str:
+        """Returns the checkpoint's path. Raises: CheckpointError, OSError; nothing is left of it then."""
         try:
-            manifest = _write(storage, working, whole)
-            claim.check(line)
-            path = publish(storage, root, working, manifest)
-            return Rescued(step=mark.step, path=path, bytes=manifest.bytes)
-        except BaseException as exc:
+            manifest = self._write()
+            self._claim.check(self._line)
+            return publish(self._storage, self._root, self.working, manifest)
+        except BaseException:
             with contextlib.suppress(OSError):
-                discard(storage, working, whole.commit)
-            if not isinstance(exc, CorruptCheckpointError):
-                raise
-            logger.warning("step %d in memory is passed over: %s", mark.step, exc)
-            struck[whole.commit] = str(exc)
-    return others
+                discard(self._storage, self.working, self._whole.commit)
+            raise
+
+    @property
+    def _line(self) -> Line:
+        """Whose commit it is: of the last round that this memory took part in, which may have restored it."""
+        mark = self._whole.mark
+        return Line(
+            run_id=mark.run_id,
+            incarnation=mark.incarnation,
+            round=max(mark.round, self._claim.newest_round),
+            base_step=mark.base_step,
+            rank=0,
+            world_size=mark.world_size,
+            directory=self._root,
+            nonce=mark.nonce,
+        )
+
+    def _write(self) -> Manifest:
+        """Every share as a shard, straight from where it lies. Raises: CorruptCheckpointError, OSError."""
+        whole, files = self._whole, []
+        for writer, share in enumerate(whole.shares):
+            name = shard_name(self._storage, writer, len(whole.shares), whole.commit)
+            hasher = Hasher()
+            self._storage.write(self._storage.join(self.working, name), Window(share).image, hasher.update)
+            if hasher.result() != share.checksum:
+                raise CorruptCheckpointError(f"{share.path} is damaged")
+            files.append(FileEntry(name=name, bytes=share.image_bytes, checksum=share.checksum))
+        return dataclasses.replace(whole.open().manifest, files=tuple(files))
 
 
 def _newest(storage: Storage, root: str, folder: Path, run_id: str, struck: dict[str, str]) -> Whole | None:
@@ -101,31 +144,3 @@ def _newest(storage: Storage, root: str, folder: Path, run_id: str, struck: dict
     if any((there.round, there.step) == (chosen.round, chosen.step) for there in on_disk.candidates):
         return None
     return next((whole for whole in held_in(folder, run_id) if whole.commit == chosen.commit), None)
-
-
-def _line(whole: Whole, root: str, newest_round: int) -> Line:
-    """Whose commit it is: of the last round that this memory took part in, which may have restored it."""
-    mark = whole.mark
-    return Line(
-        run_id=mark.run_id,
-        incarnation=mark.incarnation,
-        round=max(mark.round, newest_round),
-        base_step=mark.base_step,
-        rank=0,
-        world_size=mark.world_size,
-        directory=root,
-        nonce=mark.nonce,
-    )
-
-
-def _write(storage: Storage, working: str, whole: Whole) -> Manifest:
-    """Every share as a shard, straight from where it lies. Raises: CorruptCheckpointError, OSError."""
-    manifest, files = whole.open().manifest, []
-    for writer, share in enumerate(whole.shares):
-        name = shard_name(storage, writer, len(whole.shares), whole.commit)
-        hasher = Hasher()
-        storage.write(storage.join(working, name), Window(share).image, hasher.update)
-        if hasher.result() != share.checksum:
-            raise CorruptCheckpointError(f"{share.path} is damaged")
-        files.append(FileEntry(name=name, bytes=share.image_bytes, checksum=share.checksum))
-    return dataclasses.replace(manifest, files=tuple(files))

@@ -41,7 +41,7 @@ class Rescue:
     def run(self, ended: ExitCode, orders: Orders) -> ExitCode:
         """After the agent's loop, when no worker is left. Returns how the job has ended after all."""
         config, crew = self._config, self._crew
-        if ended is ExitCode.SUCCEEDED or orders.asked is Asked.STOP or crew.memory_step <= crew.disk_step:
+        if ended is ExitCode.SUCCEEDED or orders.asked is Asked.STOP or crew.applied_step <= crew.disk_step:
             return ended
         if crew.memory_dir is None or config.checkpoint_dir is None:
             return ended
@@ -50,7 +50,6 @@ class Rescue:
         deadline = (orders.asked_at or began) + config.drain_grace_seconds
         if deadline <= began:  # its drain has taken all the time there was
             return ended
-        logger.info("step %d is in memory alone: saving it to %s", crew.memory_step, config.checkpoint_dir)
         save = partial(
             _save,
             crew.memory_dir,
@@ -67,11 +66,11 @@ class Rescue:
     def _await(self, saving: Future[int], deadline: float) -> int:
         """The step that is saved; -1: none, in time."""
         while not saving.done():
-            self._notifier.saving(self._crew.memory_step)
+            self._notifier.saving()
             events = self._mailbox.wait(min(deadline, time.monotonic() + _POLL_SECONDS))
             signals = [event.number for event in events if isinstance(event, SignalReceived)]
             if time.monotonic() >= deadline or any(self._gives_up(number) for number in signals):
-                logger.warning("step %d is given up: only memory holds it", self._crew.memory_step)
+                logger.warning("what memory alone holds is given up")
                 return -1
         return saving.result()
 

@@ -57,9 +57,9 @@ class Notifier:
         """The loop has not begun yet: something is waited for, within limits of its own."""
         self._wait_for(_PATIENCE_SECONDS)
 
-    def saving(self, step: int) -> None:
+    def saving(self) -> None:
         """The loop is over, and what only memory holds is being saved, within limits of its own."""
-        self.state(STATUS=f"saving step {step}, which only memory holds")
+        self.state(STATUS="saving what only memory holds")
         self._wait_for(_LAST_PATIENCE_SECONDS)
         if self.watchdog_seconds:
             self._send("WATCHDOG=1")
