@@ -31,6 +31,9 @@ class Claim:
         self._storage, self._folder = storage, folder
         before = self._read_folder().owner  # (round, directory)
         self._is_staked, self._was_seen = False, before is not None and before[1] == directory
+        self._seen_round = (
+            before[0] if before is not None and self._was_seen else 0
+        )  # that it was in; it never goes back
 
     @property
     def newest_round(self) -> int:
@@ -48,18 +51,24 @@ class Claim:
         """
         self.look(line)
         record = read_record(self._storage, line.directory)
-        if reason := later_round(line, record) or (line.incarnation and another_owner(line, record)):
+        if reason := self._set_back(line, record) or later_round(line, record):
+            raise StaleRoundError(reason)
+        if line.incarnation and (reason := another_owner(line, record)):
             raise StaleRoundError(reason)
         record_rounds(self._storage, line.directory, [(line.round, line.base_step)], owner=(line.round, whose(line)))
         self._is_staked = self._was_seen = True
+        self._seen_round = line.round
 
     def note(self, line: Line) -> None:
         """One rank's of each node, once a restore is decided: the node's memory takes part in this round."""
         if self._folder is None:
             return
-        with contextlib.suppress(CheckpointError):
+        owner = None
+        with contextlib.suppress(CheckpointError, OSError):
             self.look(line)
-        owner = (line.round, line.directory) if self._was_seen else None
+            record = read_record(self._storage, line.directory)
+            if record is not None and record.rounds:
+                owner = (max(round_ for round_, _ in record.rounds), line.directory)
         try:
             record_rounds(LocalStorage(), str(self._folder), [(line.round, line.base_step)], owner=owner)
         except OSError as exc:
@@ -98,9 +107,19 @@ class Claim:
         """
         self.look(line)
         record = read_record(self._storage, line.directory)
-        if reason := later_round(line, record) or another_owner(line, record):
+        if reason := self._set_back(line, record) or later_round(line, record) or another_owner(line, record):
             raise StaleRoundError(reason)
         return record
+
+    def _set_back(self, line: Line, record: Record | None) -> str:
+        """Why this is another directory than before, though it has a record; empty when it is not."""
+        newest = max((round_ for round_, _ in record.rounds), default=0) if record is not None else 0
+        if record is None or not record.rounds or newest >= self._seen_round:
+            return ""
+        return (
+            f"{line.directory} was in round {self._seen_round} and is in round {newest}: it was emptied or replaced, "
+            "and another job has begun in it. Give each job a directory of its own"
+        )
 
     def _read_folder(self) -> Record:
         record = None

@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 from .choose import choose, find_homes
-from .claim import Claim
-from .errors import CheckpointError, CorruptCheckpointError
+from .claim import Claim, whose
+from .errors import CheckpointError, CorruptCheckpointError, StaleRoundError
 from .held import Whole, held_in
 from .line import Line
-from .manifest import FileEntry, Hasher, Manifest, step_name
+from .manifest import FileEntry, Hasher, Manifest
 from .offer import offer, with_memory
 from .publish import discard, publish, shard_name, working_directory
 from .slot import Window
@@ -27,84 +27,115 @@ from .storage import Storage, open_storage
 logger = logging.getLogger(__name__)
 _NONCE = "rescued"  # the same on every node: who makes the directory of that name does it
 _AGAIN_SECONDS = 0.2
+_SILENT_SECONDS = 10.0  # a node that has written nothing for so long
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Rescued:
-    """The checkpoint that memory's state has become."""
+class Saved:
+    """The newest step of the run that the directory has. `is_new`: until now memory alone held it."""
 
     step: int
     path: str
+    is_new: bool = False
 
 
 def rescue(
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | None,
     directory: str | os.PathLike[str],
     run_id: str,
     *,
     is_first: bool = True,
+    is_alone: bool = False,
     patience_seconds: float = 60.0,
-) -> Rescued | None:
-    """Commit the newest whole state of the run in `folder`, unless the directory has one as new; then None.
+) -> Saved | None:
+    """Commit the newest whole state of the run in `folder`, unless the directory has one as new; None: it has none.
 
-    Of several nodes that see one directory one does it, and the others wait until it has. On an object store, where
-    they cannot see that, only the one that `is_first` does. A state that is damaged gives way to the one before it.
+    Of several nodes that see one directory one does it, and the others wait for as long as it gets on; `is_alone` says
+    that there are none. On an object store, where they cannot see that, only the one that `is_first` does. A state that
+    is damaged gives way to the one before it.
 
     Raises:
-        StaleRoundError: the job has gone on elsewhere.
+        StaleRoundError: the job has gone on elsewhere, or another one is in the directory.
         CheckpointError: the directory is not the one that the job was in, or another node has not finished in time.
         OSError: it cannot be written there.
     """
     storage, root = open_storage(directory)
-    if not storage.renames and not is_first:
-        return None
     deadline = time.monotonic() + patience_seconds
     struck: dict[str, str] = {}
-    by_another: Rescued | None = None
-    while (whole := _newest(storage, root, Path(folder), run_id, struck)) is not None:
+    others = _Others()
+    while True:
+        whole, saved = _look(storage, root, Path(folder) if folder is not None else None, run_id, struck)
+        if whole is None or folder is None or not (storage.renames or is_first):
+            return saved
         step = whole.mark.step
-        commit = _Commit(storage, root, Path(folder), whole)
+        commit = _Commit(storage, root, Path(folder), whole, others.dead)
         if commit.begin():
             logger.info("step %d is in memory alone: saving it to %s", step, root)
             try:
-                return Rescued(step=step, path=commit.run())
+                return Saved(step=step, path=commit.run(), is_new=True)
             except CorruptCheckpointError as exc:
                 logger.warning("step %d in memory is passed over: %s", step, exc)
                 struck[whole.commit] = str(exc)
+        elif is_alone or others.are_silent(commit.written()):
+            others.dead += 1
         elif time.monotonic() >= deadline:
-            raise CheckpointError(f"{commit.working} is there, and whoever made it has not finished")
+            raise CheckpointError(f"another node has not finished saving step {step} to {commit.working}")
         else:
-            if by_another is None:
-                logger.info("step %d is in memory alone: another node is saving it to %s", step, root)
-            by_another = Rescued(step=step, path=storage.join(root, step_name(step)))
             time.sleep(_AGAIN_SECONDS)
-    return by_another
+
+
+class _Others:
+    """Whether a node that has begun gets on. One that does not has died over it: somebody else does it beside that."""
+
+    def __init__(self) -> None:
+        self.dead = 0
+        self._seen: list[tuple[str, int | None]] | None = None
+        self._since = 0.0
+
+    def are_silent(self, written: list[tuple[str, int | None]]) -> bool:
+        now = time.monotonic()
+        if written != self._seen:
+            self._seen, self._since = written, now
+        return now - self._since > _SILENT_SECONDS
 
 
 class _Commit:
     """Of what memory holds whole, without ranks: one process has all the shares."""
 
-    def __init__(self, storage: Storage, root: str, folder: Path, whole: Whole) -> None:
+    def __init__(self, storage: Storage, root: str, folder: Path, whole: Whole, number: int) -> None:
+        """`number`: of tries by others that have come to nothing."""
         self._storage, self._root, self._whole = storage, root, whole
         self._claim = Claim(storage, root, folder)
-        self.working = working_directory(storage, root, whole.mark.step, whole.mark.round, _NONCE)
+        self.working = working_directory(storage, root, whole.mark.step, whole.mark.round, f"{_NONCE}{number}")
 
     def begin(self) -> bool:
-        """Whether it is ours to do, and not another node's. Raises: CheckpointError, OSError."""
-        self._claim.check(self._line)
+        """Whether it is ours to do, and nobody else's. Raises: CheckpointError, OSError."""
+        self._check()
         self._storage.make_directory(self._root)
         return self._storage.make_new_directory(self.working)
+
+    def written(self) -> list[tuple[str, int | None]]:
+        """What whoever has begun has written so far."""
+        names = self._storage.names(self.working)
+        return [(self.working, None), *((n, self._storage.size(self._storage.join(self.working, n))) for n in names)]
 
     def run(self) -> str:
         """Returns the checkpoint's path. Raises: CheckpointError, OSError; nothing is left of it then."""
         try:
             manifest = self._write()
-            self._claim.check(self._line)
+            self._check()
             return publish(self._storage, self._root, self.working, manifest)
         except BaseException:
             with contextlib.suppress(OSError):
                 discard(self._storage, self.working, self._whole.commit)
             raise
+
+    def _check(self) -> None:
+        line = self._line
+        record = self._claim.check(line)
+        if line.incarnation and record is not None and record.owner is not None and record.owner[1] != whose(line):
+            number, owner = record.owner
+            raise StaleRoundError(f"{self._root} is in round {number} of {owner!r}, this was kept for {whose(line)!r}")
 
     @property
     def _line(self) -> Line:
@@ -134,13 +165,19 @@ class _Commit:
         return dataclasses.replace(whole.open().manifest, files=tuple(files))
 
 
-def _newest(storage: Storage, root: str, folder: Path, run_id: str, struck: dict[str, str]) -> Whole | None:
-    """What a restore would take from memory, where that is newer than what it would take from the directory."""
-    on_disk, _ = offer(storage, root)
-    seen, _ = with_memory(on_disk, folder, run_id)
-    chosen = choose([seen], struck, find_homes([seen], [0], writable=True)).chosen
-    if chosen is None or chosen.tier != "memory":
-        return None
-    if any((there.round, there.step) == (chosen.round, chosen.step) for there in on_disk.candidates):
-        return None
-    return next((whole for whole in held_in(folder, run_id) if whole.commit == chosen.commit), None)
+def _look(
+    storage: Storage, root: str, folder: Path | None, run_id: str, struck: dict[str, str]
+) -> tuple[Whole | None, Saved | None]:
+    """What a restore would take from memory, if that is newer than what it would take from disk; and the latter."""
+    on_disk, sound = offer(storage, root)
+    seen = with_memory(on_disk, folder, run_id)[0] if folder is not None else on_disk
+    homes = find_homes([seen], [0], writable=True)
+    saved, there = None, choose([dataclasses.replace(seen, candidates=on_disk.candidates)], {}, homes).chosen
+    if there is not None and (held := sound[there.commit]()).manifest.run_id == run_id:
+        saved = Saved(step=there.step, path=held.path)
+    chosen = choose([seen], struck, homes).chosen
+    if chosen is None or chosen.tier == "disk" or folder is None:
+        return None, saved
+    if there is not None and (there.round, there.step) == (chosen.round, chosen.step):
+        return None, saved
+    return next((whole for whole in held_in(folder, run_id) if whole.commit == chosen.commit), None), saved

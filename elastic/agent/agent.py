@@ -129,7 +129,7 @@ class Agent(ElasticAgent):
                 self._pass(self._mailbox.wait(self._next_deadline()))
         finally:
             self._release()
-        self._finished = self._rescue.run(self._ended_with(), self.orders)
+        self._finished = self._rescue.run(self._ended_with(), self.orders, self._serve)
         succeeded = self._finished is ExitCode.SUCCEEDED
         self._group.state = WorkerState.SUCCEEDED if succeeded else WorkerState.FAILED
         return RunResult(state=self._group.state, failures=self._story.failures)
@@ -173,10 +173,15 @@ class Agent(ElasticAgent):
             self._cover()
         if now >= self._reaped_at + _REAP_SECONDS:
             self._reap()
+        self._serve(events)
+        self._tell()
+
+    def _serve(self, events: list[Any]) -> None:
+        """Answer who has asked; also when the loop is over, and something is still under way."""
+        self._last_pass = time.monotonic()
         for event in events:
             if isinstance(event, Request):
                 event.serve()
-        self._tell()
 
     def _next_deadline(self) -> float:
         now, done = time.monotonic(), self._crew.done

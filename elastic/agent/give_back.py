@@ -14,9 +14,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from elastic.agent import memory
 from elastic.agent.instance import kill_what_it_left, sweep
-from elastic.agent.memory import free_memory
-from elastic.agent.rescuing import rescue_what_is_left
+from elastic.agent.rescuing import Finder
 from elastic.config import JobConfig
 from elastic.errors import ElasticError
 
@@ -42,7 +42,7 @@ def give_back(runtime: Path, environ: Mapping[str, str] = os.environ) -> None:
 
     if any(runtime.glob("agent-*")):  # else the agent ended by itself
         sweep(runtime, take_leave)
-        free_memory(rescue_what_is_left, environ)
+        memory.sweep(Finder(), environ)
 
 
 def _end_lease(folder: Path, environ: Mapping[str, str]) -> None:

@@ -27,9 +27,9 @@ from elastic.agent.log_thread import log_thread
 from elastic.agent.logs import make_logs_specs
 from elastic.agent.mailbox import Mailbox
 from elastic.agent.measuring import Measuring
-from elastic.agent.memory import memory_folder
+from elastic.agent.memory import memory_folder, sweep
 from elastic.agent.profiles import Profiles
-from elastic.agent.rescuing import note_owner, rescue_what_is_left
+from elastic.agent.rescuing import Finder, note_owner
 from elastic.agent.starting import Start, StoppedError
 from elastic.agent.stop_timeout import own_unit, warn_if_short
 from elastic.agent.systemd import Life, Notifier
@@ -86,14 +86,14 @@ def _prepare(
     config: JobConfig, notifier: Notifier, mailbox: Mailbox, start: Start, life: Life
 ) -> tuple[Agent, contextlib.ExitStack]:
     """The agent, and what is to be closed when it has run. Raises: as `_run`; OSError: there is no room for it."""
-    rescue = partial(rescue_what_is_left, pause=start.pause)
-    memory = memory_folder(rescue) if config.memory_checkpoints else contextlib.nullcontext()
+    memory = memory_folder() if config.memory_checkpoints else contextlib.nullcontext()
     with contextlib.ExitStack() as stack:
         instance = stack.enter_context(_instance())
-        memory_dir = stack.enter_context(memory)
-        if memory_dir is not None:
-            note_owner(Path(memory_dir), config)
         keep_open = stack.enter_context(_lock_checkpoints(config, instance, start))
+        sweep(Finder(config, pause=start.pause))
+        memory_dir = stack.enter_context(memory)
+        if memory_dir is not None and config.checkpoint_dir is not None and config.rdzv_backend == "standalone":
+            note_owner(Path(memory_dir), config)  # of many nodes the others have it all
         checkpoints = f"--checkpoint-dir {config.checkpoint_dir}"
         highest = start.reach(checkpoints, lambda: highest_round(config.checkpoint_dir))
         logs_specs = start.reach(

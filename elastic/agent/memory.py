@@ -1,7 +1,7 @@
 """The agent's folder in shared memory: what workers keep there outlives them, and goes with the agent.
 
 The folder is held by a lock, so that one whose agent was killed is recognised and freed by the next agent of this user,
-once `rescue` has been called with it.
+once a `Finder` has seen to what is in it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from elastic.agent.workers import remove_tree
 
@@ -21,16 +22,26 @@ logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 PLACE_VARIABLE = "ELASTICD_SHM_DIR"  # another place for it
+_KEPT = "unsaved"
 _NEW_SECONDS = 60.0  # a folder that is not locked yet may be one that is being made
 
 
+class Finder(Protocol):
+    """Who comes upon a folder whose agent is gone."""
+
+    def may_free(self, folder: Path) -> bool:
+        """Called with the folder locked: whether nothing in it is needed any more."""
+
+    def waits_for(self, folder: Path) -> bool:
+        """Called while another process has it locked: whether to look again."""
+
+
 @contextlib.contextmanager
-def memory_folder(rescue: Callable[[Path], object], environ: Mapping[str, str] = os.environ) -> Iterator[str | None]:
+def memory_folder(environ: Mapping[str, str] = os.environ) -> Iterator[str | None]:
     """A folder of this agent alone, in memory; None, with a warning, where there can be none."""
     place, prefix = _place(environ), _prefix()
     descriptor = -1
     try:
-        sweep(place, prefix, rescue)
         making = place / f".{prefix}{os.getpid()}-{secrets.token_hex(4)}"
         folder = place / making.name[1:]
         making.mkdir(mode=0o700)
@@ -46,13 +57,43 @@ def memory_folder(rescue: Callable[[Path], object], environ: Mapping[str, str] =
     try:
         yield str(folder)
     finally:
-        remove_tree(folder)
+        if not (folder / _KEPT).exists():
+            remove_tree(folder)
         os.close(descriptor)
 
 
-def free_memory(rescue: Callable[[Path], object], environ: Mapping[str, str]) -> None:
-    """What agents of this user held that were killed, now rather than at the next start."""
-    sweep(_place(environ), _prefix(), rescue)
+def keep_memory(folder: Path) -> None:
+    """It stays when its agent ends, until a `Finder` frees it."""
+    (folder / _KEPT).touch()
+    logger.warning("what memory alone holds stays in %s: the next start tries again to save it", folder)
+
+
+def sweep(finder: Finder, environ: Mapping[str, str] = os.environ) -> None:
+    """See to what agents of this user held that are gone, and free it."""
+    place, prefix = _place(environ), _prefix()
+    for folder in [*place.glob(f"{prefix}*"), *place.glob(f".{prefix}*")]:
+        with contextlib.suppress(OSError):  # gone, or another user's
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if _take(descriptor, folder, finder) and finder.may_free(folder):
+                    remove_tree(folder)
+                    logger.info("freed what an agent that is gone had held in memory: %s", folder)
+            finally:
+                os.close(descriptor)
+
+
+def _take(descriptor: int, folder: Path, finder: Finder) -> bool:
+    """Whether the folder is locked by us now, and ours to see to."""
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if not finder.waits_for(folder):
+                return False
+    status = folder.stat()
+    is_new = folder.name.startswith(".") and time.time() - status.st_mtime < _NEW_SECONDS
+    return not is_new and status.st_uid == os.geteuid()
 
 
 def _place(environ: Mapping[str, str]) -> Path:
@@ -61,19 +102,3 @@ def _place(environ: Mapping[str, str]) -> Path:
 
 def _prefix() -> str:
     return f"elasticd-{os.geteuid()}-"
-
-
-def sweep(place: Path, prefix: str, rescue: Callable[[Path], object]) -> None:
-    """Free what agents of this user held that were killed."""
-    for folder in [*place.glob(f"{prefix}*"), *place.glob(f".{prefix}*")]:
-        with contextlib.suppress(OSError):  # another user's, or one that another agent sweeps at the same time
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_new = folder.name.startswith(".") and time.time() - folder.stat().st_mtime < _NEW_SECONDS
-                if not is_new and folder.stat().st_uid == os.geteuid():
-                    rescue(folder)
-                    remove_tree(folder)
-                    logger.info("freed what a killed agent had held in memory: %s", folder)
-            finally:
-                os.close(descriptor)

@@ -81,4 +81,9 @@ class Orders:
         """How long the workers may still take at most."""
         done = self._crew.done
         deadline = done.drain_until or done.terminate_until
-        return self._config.stop_grace_seconds if deadline is None else max(0.0, deadline - time.monotonic())
+        if deadline is not None:
+            return max(0.0, deadline - time.monotonic())
+        workers = self._crew.workers.alive
+        if workers and not any(worker.progress.pid for worker in workers):  # scripts without a session
+            return self._config.shutdown_timeout_seconds
+        return self._config.stop_grace_seconds

@@ -43,14 +43,12 @@ class Profiles:
         text, folder = ask.value("steps"), ask.value("out") or self._log_dir or ""
         if not text.isdigit() or not 1 <= int(text) <= MOST_STEPS:
             return _refusal(400, f"--steps={text[:20]}: 1 to {MOST_STEPS} steps can be profiled")
-        if not folder:
-            return _refusal(400, "the job has no --log-dir to write a profile to: name a directory with --out")
-        request = Request(partial(self._order, int(text), Path(folder)))
+        request = Request(partial(self._order, int(text), folder))
         self._mailbox.post(request)
         answer: Answer = request.result(_ANSWER_SECONDS)
         return answer
 
-    def _order(self, steps: int, folder: Path) -> Answer:
+    def _order(self, steps: int, place: str) -> Answer:
         workers, round_number = self._crew.workers.alive, self._crew.round
         if not workers:
             return _refusal(409, "no worker runs on this node now: ask again when the job trains")
@@ -64,6 +62,9 @@ class Profiles:
             return _refusal(409, "not every worker is in its training loop yet: ask again once the job trains")
         if self._is_under_way():
             return _refusal(409, "a profile is under way: ask again once it is written")
+        if not place:
+            return _refusal(400, "the job has no --log-dir to write a profile to: name a directory with --out")
+        folder = Path(place)
         ranks = tuple(worker.plan.rank for worker in workers)
         order = ProfileOrder(name=self._new_name(round_number), folder=str(folder), steps=steps, asked=len(ranks))
         try:

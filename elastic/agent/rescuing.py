@@ -1,10 +1,12 @@
 """Steps that only this node's memory holds when its agent ends are committed: a job that has failed loses none of them.
 
-The same for an agent that was killed, by whoever finds its memory: `elasticd give-back`, or the next agent.
+The same for an agent that was killed, by whoever finds its memory: `elasticd give-back`, or the next agent. What cannot
+be saved for a reason that may pass stays where it is, for the next who comes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import signal
@@ -14,64 +16,83 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from elastic.agent.crew import Crew
 from elastic.agent.decide import Asked
 from elastic.agent.mailbox import Mailbox, SignalReceived
+from elastic.agent.memory import keep_memory
 from elastic.agent.orders import Orders
 from elastic.agent.systemd import Notifier
 from elastic.config import JobConfig
 from elastic.errors import ExitCode
 from elastic.own_checkpoints import own_checkpoints
-from elastic.passing import start_thread
+from elastic.passing import is_away, is_full, start_thread
 
 logger = logging.getLogger(__name__)
-_NOTES = "owner.json"
+_OWNER = "owner.json"
+_RESCUING = "rescuing"  # somebody is at it, who holds the folder's lock
 _POLL_SECONDS = 1.0
 _POLL_LEFT_SECONDS = 0.1
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Result:
+    """`step`: the newest that the directory has, -1 for none. `is_settled`: nothing is left to be saved."""
+
+    step: int = -1
+    is_settled: bool = False
+
+
 class Rescue:
-    """Of one agent, at its end. What cannot be saved in time is lost, as it would be without this."""
+    """Of one agent, at its end."""
 
     def __init__(self, *, config: JobConfig, crew: Crew, mailbox: Mailbox, notifier: Notifier) -> None:
         self._config, self._crew, self._mailbox, self._notifier = config, crew, mailbox, notifier
         self._is_leaving = False
+        own_checkpoints("rescue")  # while it is there: a package may be replaced under a running job
 
-    def run(self, ended: ExitCode, orders: Orders) -> ExitCode:
-        """After the agent's loop, when no worker is left. Returns how the job has ended after all."""
+    def run(self, ended: ExitCode, orders: Orders, serve: Callable[[list[Any]], None]) -> ExitCode:
+        """After the agent's loop, when no worker is left. Returns how the job has ended after all.
+
+        `serve` answers who asks the agent meanwhile.
+        """
         config, crew = self._config, self._crew
         if ended is ExitCode.SUCCEEDED or orders.asked is Asked.STOP or crew.applied_step <= crew.disk_step:
             return ended
-        if crew.memory_dir is None or config.checkpoint_dir is None:
-            return ended
-        self._is_leaving = orders.is_leaving
         began = time.monotonic()
         deadline = (orders.asked_at or began) + config.drain_grace_seconds
-        if deadline <= began:  # its drain has taken all the time there was
+        if config.checkpoint_dir is None or deadline <= began:  # its drain has taken all the time there was
             return ended
+        self._is_leaving = orders.is_leaving
         save = partial(
             _save,
             crew.memory_dir,
             config.checkpoint_dir,
             config.run_id,
+            deadline=deadline,
             is_first=crew.has_rank_0,
-            patience_seconds=deadline - began,
+            is_alone=config.rdzv_backend == "standalone",
         )
-        step = self._await(_begin(save, self._mailbox.wake), deadline)
-        crew.disk_step = max(crew.disk_step, step)
+        result = self._await(_begin(save, self._mailbox.wake), deadline, serve)
+        if not result.is_settled and crew.memory_dir and any(Path(crew.memory_dir).glob("rank-*-slot-*")):
+            note_owner(Path(crew.memory_dir), config)
+            keep_memory(Path(crew.memory_dir))
+        crew.disk_step = max(crew.disk_step, result.step)
         is_saved = crew.applied_step <= crew.disk_step
         return ExitCode.DRAINED if ended is ExitCode.STEPS_LOST and is_saved else ended
 
-    def _await(self, saving: Future[int], deadline: float) -> int:
-        """The step that is saved; -1: none, in time."""
+    def _await(self, saving: Future[_Result], deadline: float, serve: Callable[[list[Any]], None]) -> _Result:
         while not saving.done():
             self._notifier.saving()
             events = self._mailbox.wait(min(deadline, time.monotonic() + _POLL_SECONDS))
-            signals = [event.number for event in events if isinstance(event, SignalReceived)]
-            if time.monotonic() >= deadline or any(self._gives_up(number) for number in signals):
+            serve(events)
+            if any(self._gives_up(event.number) for event in events if isinstance(event, SignalReceived)):
                 logger.warning("what memory alone holds is given up")
-                return -1
+                return _Result(is_settled=True)
+            if time.monotonic() >= deadline:
+                logger.warning("what memory alone holds could not be saved within --drain-grace")
+                return _Result()
         return saving.result()
 
     def _gives_up(self, number: signal.Signals) -> bool:
@@ -84,54 +105,102 @@ class Rescue:
 
 
 def note_owner(folder: Path, config: JobConfig) -> None:
-    """Whose memory it is, for who finds it when this agent has been killed. Of many nodes the others have it all."""
-    if config.rdzv_backend == "standalone" and config.checkpoint_dir is not None:
-        notes = {"run_id": config.run_id, "directory": config.checkpoint_dir, "seconds": config.drain_grace_seconds}
-        (folder / _NOTES).write_text(json.dumps(notes))
+    """Whose memory it is, for who finds it without its agent."""
+    notes = {"run_id": config.run_id, "directory": config.checkpoint_dir, "seconds": config.drain_grace_seconds}
+    (folder / _OWNER).write_text(json.dumps(notes))
 
 
-def rescue_what_is_left(folder: Path, pause: Callable[[float], None] = time.sleep) -> None:
-    """The memory of an agent that was killed; its workers are dead."""
+class Finder:
+    """Whoever comes upon the memory of agents that are gone; see `memory.sweep`.
+
+    `config`: of an agent that is about to start, for which it waits; None: of nobody.
+    """
+
+    def __init__(self, config: JobConfig | None = None, *, pause: Callable[[float], None] = time.sleep) -> None:
+        self._config, self._pause = config, pause
+
+    def may_free(self, folder: Path) -> bool:
+        """Save what is in there; whether that is not needed any more. Its agent's workers are dead."""
+        notes = _read_notes(folder)
+        if notes is None:
+            return True
+        run_id, directory, seconds = notes
+        (folder / _RESCUING).touch()
+        deadline = time.monotonic() + seconds
+        save = partial(_save, str(folder), directory, run_id, deadline=deadline, is_alone=True)
+        saving = _begin(save, lambda: None)
+        while not saving.done() and time.monotonic() < deadline:
+            self._pause(_POLL_LEFT_SECONDS)
+        result = saving.result() if saving.done() else _Result()
+        if not result.is_settled:
+            keep_memory(folder)
+        return result.is_settled
+
+    def waits_for(self, folder: Path) -> bool:
+        """It is held by another process: whether that saves what our job is to go on from. Then a moment has passed."""
+        notes, config = _read_notes(folder), self._config
+        if notes is None or config is None or not (folder / _RESCUING).exists():
+            return False
+        if notes[:2] != (config.run_id, config.checkpoint_dir):
+            return False
+        self._pause(_POLL_LEFT_SECONDS)
+        return True
+
+
+def _read_notes(folder: Path) -> tuple[str, str, float] | None:
+    """Run id, directory, and how long a save may take; None: there is nothing to save."""
     try:
-        notes = json.loads((folder / _NOTES).read_text())
-        run_id, directory, seconds = str(notes["run_id"]), str(notes["directory"]), float(notes["seconds"])
+        notes = json.loads((folder / _OWNER).read_text())
+        return str(notes["run_id"]), str(notes["directory"]), float(notes["seconds"])
     except (OSError, ValueError, TypeError, KeyError):
-        return
-    deadline = time.monotonic() + seconds
-    saving = _begin(partial(_save, str(folder), directory, run_id), lambda: None)
-    while not saving.done() and time.monotonic() < deadline:
-        pause(_POLL_LEFT_SECONDS)
+        return None
 
 
-def _begin(save: Callable[[], int], ended: Callable[[], None]) -> Future[int]:
+def _begin(save: Callable[[], _Result], ended: Callable[[], None]) -> Future[_Result]:
     """On a thread that may be left behind: a file server may never answer."""
-    result: Future[int] = Future()
+    future: Future[_Result] = Future()
 
     def run() -> None:
         try:
-            result.set_result(save())
-        except Exception as exc:  # noqa: BLE001 - the top of a thread; it is told where the result is asked for
-            result.set_exception(exc)
+            future.set_result(save())
+        except Exception:
+            logger.exception("what memory alone holds could not be saved")
+            future.set_result(_Result())
         ended()
 
     try:
         start_thread(threading.Thread(target=run, name="rescue", daemon=True))
     except OSError as exc:
-        logger.warning("what memory alone holds is lost: %s", exc)
-        result.set_result(-1)
-    return result
+        logger.warning("what memory alone holds cannot be saved: %s", exc)
+        future.set_result(_Result())
+    return future
 
 
-def _save(folder: str, directory: str, run_id: str, *, is_first: bool = True, patience_seconds: float = 0.0) -> int:
-    """The step that has been saved; -1: there was none to save, or it could not be."""
-    try:
-        rescued = own_checkpoints("rescue").rescue(
-            folder, directory, run_id, is_first=is_first, patience_seconds=patience_seconds
-        )
-    except (own_checkpoints("errors").CheckpointError, OSError) as exc:
-        logger.warning("what memory alone holds could not be saved: %s", exc)
-        return -1
-    if rescued is None:
-        return -1
-    logger.info("step %d, which memory alone held, is saved as %s", rescued.step, rescued.path)
-    return int(rescued.step)
+def _save(
+    folder: str | None, directory: str, run_id: str, *, deadline: float, is_first: bool = True, is_alone: bool
+) -> _Result:
+    """Tried until the deadline, where the reason may pass."""
+    rescue, errors = own_checkpoints("rescue").rescue, own_checkpoints("errors")
+    was_told = False
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        try:
+            saved = rescue(folder, directory, run_id, is_first=is_first, is_alone=is_alone, patience_seconds=left)
+        except errors.StaleRoundError as exc:
+            logger.warning("what memory alone holds is of no use any more: %s", exc)
+            return _Result(is_settled=True)
+        except errors.CheckpointError as exc:
+            logger.warning("what memory alone holds could not be saved: %s", exc)
+            return _Result()
+        except OSError as exc:
+            passes = is_away(exc) or is_full(exc)
+            if not was_told or left < _POLL_SECONDS or not passes:
+                logger.warning("what memory alone holds could not be saved: %s", exc)
+            if left < _POLL_SECONDS or not passes:
+                return _Result()
+            was_told = True
+            time.sleep(_POLL_SECONDS)
+            continue
+        if saved is not None and saved.is_new:
+            logger.info("step %d, which memory alone held, is saved as %s", saved.step, saved.path)
+        return _Result(step=saved.step if saved is not None else -1, is_settled=True)

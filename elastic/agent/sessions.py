@@ -14,6 +14,8 @@ from elastic.config import JobConfig
 logger = logging.getLogger(__name__)
 
 _SCRIPT_SECONDS = 10.0  # who has no session by then counts as running, though it may import still
+_AGAIN_SECONDS = 5.0  # the same where it had none in an earlier round
+_WARM_SECONDS = 2.0  # and has been a standby now
 _WARN_SECONDS = 60.0
 
 
@@ -34,12 +36,17 @@ class Sessions:
             if worker.progress.pid:
                 self._with_session.add(local_rank)
                 self._scripts.discard(local_rank)
-            elif worker.is_alive and local_rank not in self._with_session and age > _SCRIPT_SECONDS:
+            elif worker.is_alive and local_rank not in self._with_session and age > self._patience(worker):
                 self._scripts.add(local_rank)
                 worker.counts_as_running = True
             worker.counts_as_running |= bool(worker.progress.in_loop)
         if self._useless:
             self._warn(workers, now)
+
+    def _patience(self, worker: Worker) -> float:
+        if worker.plan.local_rank not in self._scripts:
+            return _SCRIPT_SECONDS
+        return _WARM_SECONDS if worker.was_warm else _AGAIN_SECONDS
 
     @property
     def last_words(self) -> str:

@@ -189,7 +189,8 @@ def _follow(view: LeaderView, current: Round) -> Write | Wait:
     if len(chosen) < least:
         until = min((time for time in due.values() if time > view.now), default=None)
         short = f"{len(chosen)} of {least} nodes"
-        return Wait(until=until, short=short, waiting=outside(view, current, f"{short} are there"))
+        why = f"{short} are there" + (f", {gone_cause(view, current, gone)}" if gone else "")
+        return Wait(until=until, short=short, waiting=outside(view, current, why))
     following = _form(view, current, chosen, incarnation=current.incarnation, cause=_cause_of_next(view, current))
     following = dataclasses.replace(following, failures=failures, flaky=current.flaky)
     return Write(round=following, charge=current.cause if charged else "")

@@ -17,6 +17,7 @@ from elastic.training.trainer_config import TrainerConfig
 
 logger = logging.getLogger(__name__)
 _FIRST_STEPS = 5  # of a round until the first comparison, where speed_every is more
+_NOISE_SECONDS = 0.01  # more than the others for a micro-batch: that much a busy host makes of equal ranks
 
 
 class Pace:
@@ -64,7 +65,10 @@ class Pace:
     def _compare(self, plan: StepPlan, seconds: Sequence[float]) -> None:
         ratios, rank = slowdowns(seconds), self._session.rank
         self._session.note(compute_seconds=seconds[rank], slowdown=ratios[rank])
-        slow = frozenset(r for r, ratio in enumerate(ratios) if ratio >= self._config.straggler_factor)
+        noise = min(seconds) + _NOISE_SECONDS
+        slow = frozenset(
+            r for r, ratio in enumerate(ratios) if ratio >= self._config.straggler_factor and seconds[r] > noise
+        )
         if slow != self._slow and rank == 0:
             self._tell(plan.step, slow, ratios, seconds)
         self._slow = slow

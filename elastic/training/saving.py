@@ -154,15 +154,13 @@ class Saver:
                 raise DatasetChangedError(str(error)) from error
             except errors.CheckpointMismatchError as error:
                 raise JobFailedError(str(error)) from error
+        self._session.restored(restored)
         if restored is not None and restored.tier == "memory":
             self._kept_step = restored.step
-            is_ours = self._tier is not None and restored.path == str(self._tier.folder)  # else a peer has sent it
-            self._session.note(memory_step=restored.step if is_ours else -1, disk_step=restored.disk_step)
             if self._tier is not None and self._tier.problem is not None:  # said before that, or beside it
                 self._session.note(memory_step=-1)
         elif restored is not None:
             self._saved_step = restored.step
-            self._session.note(disk_step=restored.step)
         return restored
 
     def _all_have_memory(self) -> bool:

@@ -7,6 +7,7 @@ with:
     checkpoints = CheckpointManager(session.checkpoint_dir or "ckpt", rank=session.rank, world_size=session.world_size,
                                     store=session.store(), on_result=session.committed)
     restored = checkpoints.restore(allow_fresh_start=session.allow_fresh_start)
+    session.restored(restored)
     step = restored.step if restored else 0
     session.enter_loop(step=step, base_step=step)
     while step < 1000:
@@ -80,6 +81,19 @@ class CommitResultLike(SealedLike, Protocol):
     def stall_seconds(self) -> float: ...
     @property
     def write_seconds(self) -> float: ...
+
+
+class RestoredLike(Protocol):
+    """What is asked of a `checkpoints.Restored`."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def tier(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def disk_step(self) -> int: ...
 
 
 class Session(Placement):
@@ -195,10 +209,20 @@ class Session(Placement):
             return step % every.steps == 0
         return self.rank == 0 and time.monotonic() - self._saved_at >= (every.seconds or 0.0)
 
+    def restored(self, state: RestoredLike | None) -> None:
+        """Tell the agent what training goes on from: what `CheckpointManager.restore` has returned."""
+        if state is None:
+            return
+        if state.tier == "disk":
+            self.note(disk_step=state.step)
+            return
+        is_ours = self.memory_dir is not None and state.path == str(Path(self.memory_dir).absolute())  # no peer's
+        self.note(memory_step=state.step if is_ours else -1, disk_step=state.disk_step)
+
     def committed(self, result: CommitResultLike) -> None:
         """Tell the agent what a commit came to: `CheckpointManager(..., on_result=session.committed)`. Any thread.
 
-        Without it the agent believes that nothing is safe, and says so when the job is stopped.
+        Without it the agent believes that nothing more is safe, and says so when the job is stopped.
         """
         if result.state == "committed":
             self.note(disk_step=result.step, commit_unix_time=result.unix_time)

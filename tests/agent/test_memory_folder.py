@@ -2,48 +2,106 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from elastic.agent.memory import PLACE_VARIABLE, memory_folder
+from elastic.agent.memory import PLACE_VARIABLE, keep_memory, memory_folder, sweep
+from elastic.agent.rescuing import Finder
+from tests.unit.settings import loaded
 
 
 def test_folder_is_closed_to_others_and_gone_afterwards(tmp_path: Path) -> None:
-    with memory_folder(lambda folder: None, {PLACE_VARIABLE: str(tmp_path)}) as folder:
+    with memory_folder({PLACE_VARIABLE: str(tmp_path)}) as folder:
         assert folder is not None
         assert Path(folder).stat().st_mode & 0o777 == 0o700
         (Path(folder) / "rank-0-slot-0").write_bytes(b"x")
-        with memory_folder(lambda folder: None, {PLACE_VARIABLE: str(tmp_path)}) as other:  # a live one is not touched
+        with memory_folder({PLACE_VARIABLE: str(tmp_path)}) as other:  # a live one is not touched
             assert other != folder
             assert (Path(folder) / "rank-0-slot-0").exists()
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_agent_held_is_freed_by_the_next_one_and_nothing_else(tmp_path: Path) -> None:
-    stranger = tmp_path / "psm_other"
-    stranger.mkdir()
+def killed_in(place: Path) -> Path:
+    """The folder of an agent that was killed."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        with memory_folder(lambda folder: None, {PLACE_VARIABLE: str(tmp_path)}) as folder:
+        with memory_folder({PLACE_VARIABLE: str(place)}) as folder:
             (Path(folder or "") / "rank-0-slot-0").write_bytes(b"x")
             os.write(writer, b"x")
             signal.pause()
     assert os.read(reader, 1)
-    (left,) = tmp_path.glob("elasticd-*")
-    with memory_folder(lambda folder: None, {PLACE_VARIABLE: str(tmp_path)}):
-        assert left.exists()  # its agent lives
+    (left,) = place.glob("elasticd-*")
+    sweep(Finder(), {PLACE_VARIABLE: str(place)})
+    assert left.exists()  # its agent lives
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    with memory_folder(lambda folder: None, {PLACE_VARIABLE: str(tmp_path)}) as folder:
+    return left
+
+
+def test_what_a_killed_agent_held_is_freed_by_the_next_one_and_nothing_else(tmp_path: Path) -> None:
+    stranger = tmp_path / "psm_other"
+    stranger.mkdir()
+    left = killed_in(tmp_path)
+    with memory_folder({PLACE_VARIABLE: str(tmp_path)}) as folder:
+        sweep(Finder(), {PLACE_VARIABLE: str(tmp_path)})
         assert not left.exists()
         assert sorted(tmp_path.iterdir()) == sorted([Path(folder or ""), stranger])
 
 
+def test_what_cannot_be_saved_now_is_kept_until_it_can(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file where the directory was: what is there is not known."""
+    left, disk = killed_in(tmp_path), tmp_path / "disk"
+    disk.write_text("a file server that is away")
+    (left / "owner.json").write_text(json.dumps({"run_id": "job", "directory": str(disk), "seconds": 30.0}))
+    sweep(Finder(), {PLACE_VARIABLE: str(tmp_path)})
+    assert (left / "rank-0-slot-0").exists()
+    assert f"stays in {left}" in caplog.text
+    disk.unlink()
+    sweep(Finder(), {PLACE_VARIABLE: str(tmp_path)})  # there is a directory to look at, and nothing whole to save
+    assert not left.exists()
+
+
+def test_what_its_own_agent_could_not_save_outlives_it(tmp_path: Path) -> None:
+    with memory_folder({PLACE_VARIABLE: str(tmp_path)}) as folder:
+        keep_memory(Path(folder or ""))
+    assert Path(folder or "").exists()
+    sweep(Finder(), {PLACE_VARIABLE: str(tmp_path)})
+    assert not Path(folder or "").exists()
+
+
+def test_a_start_waits_for_who_saves_what_its_job_goes_on_from_and_for_nobody_else(tmp_path: Path) -> None:
+    left, waits = killed_in(tmp_path), 0
+    (left / "owner.json").write_text(json.dumps({"run_id": "job", "directory": str(tmp_path / "disk"), "seconds": 30}))
+    descriptor = os.open(left, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # as another process that has found it
+
+    def let_go(_seconds: float) -> None:
+        nonlocal waits
+        waits += 1
+        if waits == 3:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+    def finder(run_id: str) -> Finder:
+        return Finder(loaded("--rdzv-id", run_id, "--checkpoint-dir", str(tmp_path / "disk"), __file__), pause=let_go)
+
+    sweep(finder("job"), {PLACE_VARIABLE: str(tmp_path)})
+    assert (waits, left.exists()) == (0, True), "it is not saved there: a live agent"
+    (left / "rescuing").touch()
+    sweep(finder("other"), {PLACE_VARIABLE: str(tmp_path)})
+    assert (waits, left.exists()) == (0, True)
+    sweep(finder("job"), {PLACE_VARIABLE: str(tmp_path)})
+    assert not left.exists()
+    assert waits >= 3
+    os.close(descriptor)
+
+
 def test_no_shared_memory_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with memory_folder(lambda folder: None, {PLACE_VARIABLE: str(tmp_path / "missing")}) as folder:
+    with memory_folder({PLACE_VARIABLE: str(tmp_path / "missing")}) as folder:
         assert folder is None
     assert "checkpoints in memory are off" in caplog.text

@@ -270,3 +270,19 @@ def test_a_damaged_record_is_mended_by_the_next_commit(tmp_path: Path) -> None:
     assert record is not None
     assert record.owner == (1, "/mine")
     manager.close()
+
+
+def test_rounds_that_could_not_be_recorded_are_no_sign_of_another_directory(tmp_path: Path) -> None:
+    """A file system that is read-only for a round: the next one is recorded, and commits."""
+    storage, folder = Refusing(), tmp_path / "memory"
+    for number, closed in ((1, False), (2, True), (3, True), (4, False)):
+        storage.is_closed = closed
+        tier = MemoryTier(folder)
+        manager = CheckpointManager(
+            tmp_path / "disk", run_id="job", incarnation="i", round=number, storage=storage, memory=tier
+        )
+        manager.restore()
+        assert manager.keep(number, small_state(number)) is not None
+        if not closed:
+            assert saved(manager, 10 * number).state == "committed"
+        manager.close()

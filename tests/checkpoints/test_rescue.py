@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ from checkpoints import catalog, rescue
 from checkpoints.errors import CheckpointError, StaleRoundError
 from checkpoints.manager import CheckpointManager
 from checkpoints.memory import MemoryTier
-from checkpoints.rescue import Rescued
+from checkpoints.rescue import Saved
 from tests.checkpoints.support import FaultyStorage, assert_same, cut_state, die, fail_with, flip_byte, small_state
 from tests.support.ranks import run_ranks
 
@@ -34,10 +35,10 @@ def kept(disk: Path | str, folder: Path, steps: range, *, save: int = 0, run_id:
     manager.close()
 
 
-def saved(folder: Path, disk: Path | str, **more: Any) -> Rescued:
-    rescued = rescue.rescue(folder, disk, "job", **more)
-    assert rescued is not None
-    return rescued
+def saved(folder: Path | None, disk: Path | str, **more: Any) -> Saved:
+    found = rescue.rescue(folder, disk, "job", **more)
+    assert found is not None
+    return found
 
 
 def committed(disk: Path | str) -> list[int]:
@@ -58,10 +59,10 @@ def test_the_newest_step_is_committed_and_the_next_start_goes_on_from_it(tmp_pat
     disk, memory = tmp_path / "disk", tmp_path / "memory"
     kept(disk, memory, range(1, 8), save=3)
     rescued = saved(memory, disk)
-    assert rescued.step == 7
-    assert Path(rescued.path) == disk / "step-000000000007"
+    assert rescued == Saved(step=7, path=str(disk / "step-000000000007"), is_new=True)
     assert committed(disk) == [3, 7]
-    assert rescue.rescue(memory, disk, "job") is None  # there is nothing newer any more
+    assert saved(memory, disk) == Saved(step=7, path=rescued.path)  # there is nothing newer any more
+    assert saved(None, disk) == Saved(step=7, path=rescued.path)
     assert not list(disk.glob(".*"))
     assert_restores(disk, 7)
 
@@ -79,7 +80,7 @@ def test_a_step_that_a_later_round_restored_and_never_passed_is_committed(tmp_pa
 def test_the_directory_that_has_the_step_is_left_alone(tmp_path: Path) -> None:
     disk, memory = tmp_path / "disk", tmp_path / "memory"
     kept(disk, memory, range(1, 4), save=3)
-    assert rescue.rescue(memory, disk, "job") is None
+    assert saved(memory, disk) == Saved(step=3, path=str(disk / "step-000000000003"))
     assert rescue.rescue(memory, disk, "another job") is None
     assert committed(disk) == [3]
 
@@ -102,6 +103,7 @@ def test_of_two_nodes_that_share_the_directory_one_saves_what_its_ranks_have(tmp
     with ThreadPoolExecutor(2) as nodes:
         at_once = [nodes.submit(saved, tmp_path / f"node{node}", disk) for node in range(2)]
     assert {future.result().step for future in at_once} == {5}
+    assert sorted(future.result().is_new for future in at_once) == [False, True]
     assert [entry["step"] for entry in catalog.verify(disk)] == [5]
     assert len(list((disk / "step-000000000005").glob("shard-*-of-00002.safetensors"))) == 2
     manager = CheckpointManager(disk, run_id="job")
@@ -111,13 +113,55 @@ def test_of_two_nodes_that_share_the_directory_one_saves_what_its_ranks_have(tmp
     assert_same(restored.state, cut_state(5))
 
 
-def test_another_node_that_died_over_it_is_waited_for_in_vain(tmp_path: Path) -> None:
+def begun_by_another(disk: Path) -> Path:
+    """The directory of a node that has begun to save step 2."""
+    working = disk / ".writing-step-000000000002-r1-rescued0"
+    working.mkdir()
+    (working / "shard").write_bytes(b"x")
+    return working
+
+
+def test_a_node_that_died_over_it_is_waited_for_only_until_it_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk, memory = tmp_path / "disk", tmp_path / "memory"
     kept(disk, memory, range(1, 3), round=1)
-    (disk / ".writing-step-000000000002-r1-rescued").mkdir()
-    with pytest.raises(CheckpointError, match="whoever made it has not finished"):
+    begun_by_another(disk)
+    with pytest.raises(CheckpointError, match="another node has not finished saving step 2"):
         rescue.rescue(memory, disk, "job", patience_seconds=0.3)
-    assert committed(disk) == []
+    monkeypatch.setattr(rescue, "_SILENT_SECONDS", 0.5)
+    assert saved(memory, disk, patience_seconds=30.0).is_new
+    assert_restores(disk, 2)
+
+
+def test_who_is_alone_waits_for_nobody(tmp_path: Path) -> None:
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    kept(disk, memory, range(1, 3), round=1)
+    begun_by_another(disk)
+    assert saved(memory, disk, is_alone=True, patience_seconds=0.0).is_new
+    assert_restores(disk, 2)
+    assert not list(disk.glob(".writing*")), "what a try of a dead one has left is cleared away"
+
+
+def test_a_node_that_gets_on_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    kept(disk, memory, range(1, 3), round=1)
+    monkeypatch.setattr(rescue, "_SILENT_SECONDS", 0.5)
+    shard, stop = begun_by_another(disk) / "shard", threading.Event()
+
+    def write_on() -> None:
+        while not stop.wait(0.05):
+            with shard.open("ab") as file:
+                file.write(b"x")
+
+    writer = threading.Thread(target=write_on)
+    writer.start()
+    try:
+        with pytest.raises(CheckpointError, match="another node has not finished"):
+            rescue.rescue(memory, disk, "job", patience_seconds=2.0)
+    finally:
+        stop.set()
+        writer.join()
 
 
 def test_a_damaged_step_gives_way_to_the_one_before(tmp_path: Path) -> None:
@@ -138,7 +182,7 @@ def test_a_job_that_has_gone_on_elsewhere_is_not_disturbed(tmp_path: Path) -> No
     disk, memory = tmp_path / "disk", tmp_path / "memory"
     kept(disk, memory, range(1, 4), round=2)
     kept(disk, tmp_path / "elsewhere", range(1, 3), save=2, round=3)
-    assert rescue.rescue(memory, disk, "job") is None  # void: round 3 began below
+    assert saved(memory, disk) == Saved(step=2, path=str(disk / "step-000000000002"))  # void: round 3 began below
     kept(disk, memory, range(3, 5), round=4)
     shutil.copytree(memory, tmp_path / "peer")  # has the same step, and goes on from it
     kept(disk, tmp_path / "peer", range(0), round=5)
@@ -146,6 +190,33 @@ def test_a_job_that_has_gone_on_elsewhere_is_not_disturbed(tmp_path: Path) -> No
     with pytest.raises(StaleRoundError, match="round 5 has begun"):
         rescue.rescue(memory, disk, "job")
     assert sorted(disk.iterdir()) == before
+
+
+def test_another_job_that_has_begun_in_the_emptied_directory_keeps_all_it_has(tmp_path: Path) -> None:
+    """Its rounds count from the beginning, and are lower than the ones that memory knows."""
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    for round_ in (1, 2, 3):
+        kept(disk, memory, range(round_, round_ + 2), round=round_)
+    late = CheckpointManager(disk, run_id="job", incarnation="i", round=4)
+    late.restore()
+    shutil.rmtree(disk)
+    newer = CheckpointManager(disk, run_id="newer", incarnation="j", round=1)
+    newer.restore()
+    newer.save(2, small_state(2))
+    newer.wait()
+    with pytest.raises(StaleRoundError, match="was in round 3 and is in round 1: it was emptied or replaced"):
+        rescue.rescue(memory, disk, "job")
+    shutil.rmtree(memory)  # that has not seen the directory
+    kept(disk.with_name("away"), memory, range(1, 5), round=5)
+    with pytest.raises(StaleRoundError, match="is in round 1 of 'newer/j', this was kept for 'job/i'"):
+        rescue.rescue(memory, disk, "job")
+    late.save(9, small_state(9))
+    result = late.wait()
+    assert result is not None
+    assert "was in round 4 and is in round 1" in (result.error or "")
+    assert committed(disk) == [2]
+    newer.close()
+    late.close()
 
 
 def test_nothing_is_written_to_a_directory_that_is_not_the_jobs_any_more(tmp_path: Path) -> None:
@@ -161,7 +232,7 @@ def test_nothing_is_written_to_a_directory_that_is_not_the_jobs_any_more(tmp_pat
 def test_on_an_object_store_the_first_node_does_it(tmp_path: Path) -> None:
     url, memory = f"memory://{tmp_path}/store", tmp_path / "memory"
     kept(url, memory, range(1, 4), save=1)
-    assert rescue.rescue(memory, url, "job", is_first=False) is None
+    assert saved(memory, url, is_first=False).step == 1
     assert saved(memory, url).step == 3
     assert committed(url) == [1, 3]
     assert_restores(url, 3)

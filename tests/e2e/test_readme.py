@@ -51,7 +51,9 @@ def test_under_the_agent_it_saves_drains_and_goes_on(tmp_path: Path, script: Pat
         job.signal(signal.SIGTERM)
         assert job.wait() == 143, job.output
     with running(tmp_path, *agent, str(script)) as job:
-        assert job.wait_status(lambda s: s["base_step"] is not None)["base_step"] >= 20
+        status = job.wait_status(lambda s: s["base_step"] is not None)
+        assert status["base_step"] >= 20
+        assert status["checkpoint"]["disk_step"] >= status["base_step"], "it knows what it has restored"
         assert job.wait() == 0, job.output
     assert (tmp_path / "ckpt" / "step-000000000200" / "manifest.json").exists(), "the end is kept as well"
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from checkpoints.manifest import step_name, writing_name
+from checkpoints.manifest import step_name
 from elastic.demo.ledger import audit, planned_steps, read_ledger
 from tests.support.job import Job, run_to_end, running, wait_for, write
 
@@ -92,42 +95,106 @@ def test_an_agent_that_was_killed_has_its_memory_saved_by_who_finds_it(
     assert (tmp_path / "digest").read_text() == undisturbed
 
 
-def claimed_by_another(folder: Path) -> None:
-    """As if another node were about to save whatever step it may be, and took for ever."""
-    for step in range(100):
-        (folder / "kept" / writing_name(step, 1, "rescued")).mkdir()
+def http_code(job: Job, path: str) -> int:
+    (port,) = re.findall(r"status at http://127.0.0.1:(\d+)/", job.output)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+        return int(answer.status)
 
 
-def fails_and_waits(folder: Path, job: Job) -> None:
-    """The job has failed for good, and waits for another node that saves what memory holds."""
-    job.wait_status(lambda s: (s["checkpoint"]["memory_step"] or 0) >= 2)
-    claimed_by_another(folder)
-    status = job.wait_step(0)
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """The checkpoint directory as a file system of its own."""
+    kept = folder / "kept"
+    kept.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(kept)]
+    if os.geteuid() != 0 or subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("a small tmpfs needs the right to mount")
+    try:
+        yield kept
+    finally:
+        subprocess.run(["umount", str(kept)], check=True)
+
+
+def fails_on_a_full_disk(kept: Path, job: Job) -> int:
+    """The job has failed for good, and there is no room for what memory holds. The step that it held before."""
+    status = job.wait_status(lambda s: (s["checkpoint"]["memory_step"] or 0) >= 2)
+    with contextlib.suppress(OSError), (kept / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
     os.kill(status["workers"][0]["pid"], signal.SIGKILL)
-    wait_for(lambda: "is in memory alone: another node" in job.output, what="the agent's end")
+    wait_for(lambda: "could not be saved: [Errno 28]" in job.output, what="the agent's end")
+    return int(status["checkpoint"]["memory_step"])
 
 
-def test_the_second_term_gives_it_up_and_the_first_does_not(tmp_path: Path) -> None:
+def test_while_it_is_tried_the_agent_answers_and_a_disk_that_has_room_again_gets_it(tmp_path: Path) -> None:
     write(tmp_path, "slow", "")
-    with running(tmp_path, *arguments(tmp_path)) as job:
-        fails_and_waits(tmp_path, job)
+    with small_disk(tmp_path) as kept, running(tmp_path, *arguments(tmp_path)) as job:
+        step = fails_on_a_full_disk(kept, job)
+        deadline = time.monotonic() + 3 * 2  # several lease ttls
+        while time.monotonic() < deadline:
+            assert http_code(job, "/healthz") == 200
+            time.sleep(0.5)
         job.signal(signal.SIGTERM)
         wait_for(lambda: "received SIGTERM" in job.output)
-        time.sleep(1.0)  # nothing more comes of it
         assert job.process.poll() is None
+        (kept / "filler").unlink()
+        assert job.wait(20) == 1
+        assert committed(tmp_path)[-1] >= step
+
+
+def test_the_second_term_gives_it_up(tmp_path: Path) -> None:
+    write(tmp_path, "slow", "")
+    with small_disk(tmp_path) as kept, running(tmp_path, *arguments(tmp_path)) as job:
+        fails_on_a_full_disk(kept, job)
+        job.signal(signal.SIGTERM)
+        wait_for(lambda: "received SIGTERM" in job.output)
         job.signal(signal.SIGTERM)
         assert job.wait(10) == 1
         assert "what memory alone holds is given up" in job.output
-    assert committed(tmp_path) == []
+        assert committed(tmp_path) == []
     assert not list((tmp_path / "shm").iterdir())
 
 
-def test_it_takes_no_longer_than_the_drain_grace(tmp_path: Path) -> None:
-    write(tmp_path, "slow", "")
-    with running(tmp_path, *arguments(tmp_path, "--drain-grace", "2")) as job:
-        fails_and_waits(tmp_path, job)
-        assert job.wait(20) == 1
-        assert "whoever made it has not finished" in job.output or "is given up" in job.output
+def test_what_finds_no_room_within_the_drain_grace_is_kept_for_the_next_start(tmp_path: Path, undisturbed: str) -> None:
+    slow = write(tmp_path, "slow", "")
+    with small_disk(tmp_path) as kept:
+        with running(tmp_path, *arguments(tmp_path, "--drain-grace", "2")) as job:
+            step = fails_on_a_full_disk(kept, job)
+            assert job.wait(20) == 1
+            (folder,) = (tmp_path / "shm").iterdir()
+            assert f"stays in {folder}" in job.output
+        slow.unlink()
+        (kept / "filler").unlink()
+        without = [
+            word for word in arguments(tmp_path, "--no-memory-checkpoints") if word not in ("--memory-every", "1")
+        ]
+        code, output = run_to_end(tmp_path, *without, seconds=120)
+        assert code == 0, output
+        assert first_step(tmp_path, round_=2) > step
+    assert not list((tmp_path / "shm").iterdir())
+    assert (tmp_path / "digest").read_text() == undisturbed
+
+
+def test_a_start_that_is_stopped_while_it_saves_leaves_it_to_the_next(tmp_path: Path) -> None:
+    slow = write(tmp_path, "slow", "")
+    with small_disk(tmp_path) as kept:
+        with running(tmp_path, *arguments(tmp_path)) as job:
+            status = job.wait_status(lambda s: (s["checkpoint"]["memory_step"] or 0) >= 2)
+            job.signal(signal.SIGKILL)
+            job.process.wait(20)
+            wait_for(lambda: not job.processes(), what="the warden has stopped the workers")
+        with contextlib.suppress(OSError), (kept / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        with running(tmp_path, *arguments(tmp_path)) as job:
+            wait_for(lambda: "could not be saved: [Errno 28]" in job.output)
+            job.signal(signal.SIGTERM)
+            assert job.wait(20) == 143
+        slow.unlink()
+        (kept / "filler").unlink()
+        code, output = run_to_end(tmp_path, *arguments(tmp_path), seconds=120)
+        assert code == 0, output
+        assert first_step(tmp_path, round_=2) > status["checkpoint"]["memory_step"]
 
 
 def test_who_is_told_to_stop_at_once_does(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +76,25 @@ def test_the_agent_sees_loop_steps_phases_and_outcome(tmp_path: Path) -> None:
     told = agent.read()
     assert told is not None
     assert told.outcome == Outcome.FATAL
+
+
+@pytest.mark.parametrize(
+    ("tier", "path", "told"),
+    [
+        ("disk", "/ckpt/step-000000000012", (12, -1)),
+        ("memory", "/dev/shm/mine", (4, 12)),
+        ("memory", "/dev/shm/mine/received-1", (4, -1)),  # a peer has sent it
+    ],
+)
+def test_what_was_restored_is_told_to_the_agent(tmp_path: Path, tier: str, path: str, told: tuple[int, int]) -> None:
+    block = tmp_path / "block"
+    progress.create(block)
+    session = Session(read_environment({"ELASTICD_PROGRESS": str(block), "ELASTICD_MEMORY_DIR": "/dev/shm/mine"}))
+    session.restored(None)
+    session.restored(SimpleNamespace(step=12, tier=tier, path=path, disk_step=4))
+    report = progress.ProgressReader(block).read()
+    assert report is not None
+    assert (report.disk_step, report.memory_step) == told
 
 
 def test_requests_of_the_agent_enter_the_agreement_a_save_once_each(tmp_path: Path) -> None:

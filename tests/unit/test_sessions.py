@@ -15,9 +15,11 @@ SCRIPT = JobConfig(script="train.py")
 SILENT, OPENED, IN_LOOP = Progress(), Progress(pid=7), Progress(pid=7, in_loop=1)
 
 
-def worker(local_rank: int = 0, report: Progress = SILENT) -> Any:
+def worker(local_rank: int = 0, report: Progress = SILENT, *, was_warm: bool = False) -> Any:
     plan = SimpleNamespace(local_rank=local_rank, rank=local_rank)
-    return SimpleNamespace(plan=plan, progress=report, started_at=0.0, is_alive=True, counts_as_running=False)
+    return SimpleNamespace(
+        plan=plan, progress=report, started_at=0.0, is_alive=True, counts_as_running=False, was_warm=was_warm
+    )
 
 
 def test_a_script_without_a_session_counts_as_running_after_a_while() -> None:
@@ -26,6 +28,16 @@ def test_a_script_without_a_session_counts_as_running_after_a_while() -> None:
     assert not script.counts_as_running, "it may still import"
     sessions.look([script], 11.0)
     assert script.counts_as_running
+
+
+@pytest.mark.parametrize(("was_warm", "seconds"), [(False, 5.0), (True, 2.0)])
+def test_a_known_script_counts_as_running_sooner_in_its_next_round(was_warm: bool, seconds: float) -> None:
+    sessions, again = Sessions(SCRIPT), worker(was_warm=was_warm)
+    sessions.look([worker()], 11.0)
+    sessions.look([again], seconds - 0.1)
+    assert not again.counts_as_running
+    sessions.look([again], seconds + 0.1)
+    assert again.counts_as_running
 
 
 def test_who_opens_its_session_late_does_not_go_back_to_starting_and_is_waited_for_in_the_next_round() -> None:
