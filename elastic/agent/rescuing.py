@@ -118,6 +118,7 @@ class Finder:
 
     def __init__(self, config: JobConfig | None = None, *, pause: Callable[[float], None] = time.sleep) -> None:
         self._config, self._pause = config, pause
+        self._waits_until: float | None = None
 
     def may_free(self, folder: Path) -> bool:
         """Save what is in there; whether that is not needed any more. Its agent's workers are dead."""
@@ -141,7 +142,16 @@ class Finder:
         notes, config = _read_notes(folder), self._config
         if notes is None or config is None or not (folder / _RESCUING).exists():
             return False
-        if notes[:2] != (config.run_id, config.checkpoint_dir):
+        run_id, directory, seconds = notes
+        if (run_id, directory) != (config.run_id, config.checkpoint_dir):
+            return False
+        if self._waits_until is None:
+            logger.info(
+                "waiting for another process, which saves what memory alone holds of this job, up to %g s", seconds
+            )
+            self._waits_until = time.monotonic() + seconds
+        if time.monotonic() >= self._waits_until:
+            logger.warning("another process has not saved what lies in %s: going on without it", folder)
             return False
         self._pause(_POLL_LEFT_SECONDS)
         return True

@@ -75,7 +75,9 @@ def test_what_its_own_agent_could_not_save_outlives_it(tmp_path: Path) -> None:
     assert not Path(folder or "").exists()
 
 
-def test_a_start_waits_for_who_saves_what_its_job_goes_on_from_and_for_nobody_else(tmp_path: Path) -> None:
+def test_a_start_waits_for_who_saves_what_its_job_goes_on_from_and_for_nobody_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     left, waits = killed_in(tmp_path), 0
     (left / "owner.json").write_text(json.dumps({"run_id": "job", "directory": str(tmp_path / "disk"), "seconds": 30}))
     descriptor = os.open(left, os.O_RDONLY)
@@ -95,6 +97,12 @@ def test_a_start_waits_for_who_saves_what_its_job_goes_on_from_and_for_nobody_el
     (left / "rescuing").touch()
     sweep(finder("other"), {PLACE_VARIABLE: str(tmp_path)})
     assert (waits, left.exists()) == (0, True)
+    owner = (left / "owner.json").read_text()
+    (left / "owner.json").write_text(owner.replace("30", "0"))
+    sweep(finder("job"), {PLACE_VARIABLE: str(tmp_path)})
+    assert (waits, left.exists()) == (0, True)
+    assert "going on without it" in caplog.text
+    (left / "owner.json").write_text(owner)
     sweep(finder("job"), {PLACE_VARIABLE: str(tmp_path)})
     assert not left.exists()
     assert waits >= 3
