@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import random
 import time
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from .storage import Storage, open_storage
 
 logger = logging.getLogger(__name__)
 _NONCE = "rescued"  # the same on every node: who makes the directory of that name does it
-_AGAIN_SECONDS = 0.2
+_AGAIN_SECONDS = 0.2  # doubling: there may be a thousand nodes that look
+_LONGEST_AGAIN_SECONDS = 2.0
 _SILENT_SECONDS = 10.0  # a node that has written nothing for so long
 
 
@@ -81,7 +83,7 @@ def rescue(
         elif time.monotonic() >= deadline:
             raise CheckpointError(f"another node has not finished saving step {step} to {commit.working}")
         else:
-            time.sleep(_AGAIN_SECONDS)
+            others.wait()
 
 
 class _Others:
@@ -91,12 +93,17 @@ class _Others:
         self.dead = 0
         self._seen: list[tuple[str, int | None]] | None = None
         self._since = 0.0
+        self._pause_seconds = _AGAIN_SECONDS
 
     def are_silent(self, written: list[tuple[str, int | None]]) -> bool:
         now = time.monotonic()
         if written != self._seen:
             self._seen, self._since = written, now
         return now - self._since > _SILENT_SECONDS
+
+    def wait(self) -> None:
+        time.sleep(self._pause_seconds * random.uniform(0.5, 1.0))
+        self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_AGAIN_SECONDS)
 
 
 class _Commit:

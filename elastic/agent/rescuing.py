@@ -189,7 +189,8 @@ def _begin(save: Callable[[], _Result], ended: Callable[[], None]) -> Future[_Re
 def _save(
     folder: str | None, directory: str, run_id: str, *, deadline: float, is_first: bool = True, is_alone: bool
 ) -> _Result:
-    """Tried until the deadline, where the reason may pass."""
+    """Tried until the deadline, where the reason may pass. Without a folder the directory is looked at alone."""
+    problem = "what memory alone holds could not be saved" if folder else "what is on disk could not be looked at"
     rescue, errors = own_checkpoints("rescue").rescue, own_checkpoints("errors")
     was_told = False
     while True:
@@ -200,13 +201,13 @@ def _save(
             logger.warning("what memory alone holds is of no use any more: %s", exc)
             return _Result(is_settled=True)
         except errors.CheckpointError as exc:
-            logger.warning("what memory alone holds could not be saved: %s", exc)
+            logger.warning("%s: %s", problem, exc)
             return _Result()
         except OSError as exc:
-            passes = is_away(exc) or is_full(exc)
-            if not was_told or left < _POLL_SECONDS or not passes:
-                logger.warning("what memory alone holds could not be saved: %s", exc)
-            if left < _POLL_SECONDS or not passes:
+            is_last = left < _POLL_SECONDS or not (is_away(exc) or is_full(exc))
+            if is_last or not was_told:
+                logger.warning("%s: %s", problem, exc)
+            if is_last:
                 return _Result()
             was_told = True
             time.sleep(_POLL_SECONDS)
