@@ -6,6 +6,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -43,11 +44,21 @@ _LONGEST_FIRST = ("e2e", "demo", "agent", "training", "checkpoints", "rendezvous
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def place(item: pytest.Item) -> int:
-        folder = item.path.parent.name
-        return _LONGEST_FIRST.index(folder) if folder in _LONGEST_FIRST else len(_LONGEST_FIRST)
+    """By the longest time that a file's tests may take, then by folder; within a file all stays as it was."""
+    longest: dict[Path, float] = {}
+    for item in items:
+        longest[item.path] = max(longest.get(item.path, 0.0), _timeout_seconds(item))
 
-    items.sort(key=place)  # stable: within a folder all stays as it was
+    def place(item: pytest.Item) -> tuple[float, int]:
+        folder = item.path.parent.name
+        return -longest[item.path], _LONGEST_FIRST.index(folder) if folder in _LONGEST_FIRST else len(_LONGEST_FIRST)
+
+    items.sort(key=place)
+
+
+def _timeout_seconds(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0]) if marker is not None and marker.args else 0.0
 
 
 if os.environ.get("CI"):

@@ -15,6 +15,8 @@ import threading
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +36,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from elastic import values
 from elastic.errors import ElasticError, NotEnoughNodesError, StoreGoneError, UsageError
+from elastic.passing import start_thread
 from elastic.rendezvous.connect import make_member
 from elastic.rendezvous.etcd_config import EtcdConfig, parse_endpoints
 from elastic.rendezvous.identity import address_towards, own_identity
@@ -53,6 +56,7 @@ _CONF: Mapping[str, Callable[[str], Any]] = {
 _SHORTEST_TTL_SECONDS = 2
 _TORCHS_OWN = ("timeout", "rank")  # torchrun adds them for backends of its own
 _STORE_SECONDS = 60.0
+_GREETING_SECONDS = 5.0  # beyond that, for torch to say itself what is wrong
 _LOOK_SECONDS = 1.0  # the view also changes by time alone
 _GRACE_SECONDS = 60.0  # for peers to stop their workers: torchrun gives them 30 s
 
@@ -249,8 +253,8 @@ class TorchrunHandler(RendezvousHandler):
         if current is None or current.store_host == view.node_id:
             return self._server
         try:
-            return TCPStore(view.store_addr, view.store_port, is_master=False, timeout=self._store_timeout)
-        except DistError as exc:
+            return _client(view.store_addr, view.store_port, self._store_timeout)
+        except (DistError, OSError) as exc:
             self.trouble = f"the store of node {current.store_host} does not answer node {view.node_id}"
             logger.warning("round %d: %s: %s", current.number, self.trouble, exc)
             self._break(self.trouble)
@@ -263,6 +267,26 @@ class TorchrunHandler(RendezvousHandler):
             raise RendezvousClosedError(f"the job has {view.outcome}")
         if view.error is not None:
             raise _translated(view.error)
+
+
+def _client(addr: str, port: int, timeout: timedelta) -> TCPStore:
+    """A client of a round's store. Its greeting obeys no timeout: where the host is frozen it is left behind in it.
+
+    Raises: DistError; TimeoutError, or another OSError where this host has no room for a thread.
+    """
+    made: Future[TCPStore] = Future()
+
+    def connect() -> None:
+        try:
+            made.set_result(TCPStore(addr, port, is_master=False, timeout=timeout))
+        except DistError as exc:
+            made.set_exception(exc)
+
+    start_thread(threading.Thread(target=connect, name="elasticd-store-client", daemon=True))
+    try:
+        return made.result(timeout.total_seconds() + _GREETING_SECONDS)
+    except FutureTimeoutError as exc:
+        raise TimeoutError(f"no greeting from {addr}:{port} within {timeout.total_seconds():g} s") from exc
 
 
 def _translated(error: ElasticError) -> RendezvousError:

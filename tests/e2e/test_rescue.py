@@ -21,7 +21,7 @@ from tests.support.job import Job, run_to_end, running, wait_for, write
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SCRIPT = str(Path(__file__).parents[1] / "support" / "training_script.py")
-AGENT = ("--http", "127.0.0.1:0", "--lease-ttl", "2", "--nproc-per-node", "2", "--memory-every", "1")
+AGENT = ("--http", "127.0.0.1:0", "--lease-ttl", "2", "--memory-every", "1")
 NO_SAVES = ("--checkpoint-every", "1000", "--max-restarts", "0")
 
 
@@ -59,8 +59,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_job_that_has_failed_has_saved_what_memory_held(tmp_path: Path, undisturbed: str) -> None:
-    code, output = run_to_end(tmp_path, *arguments(tmp_path), '{"1": "micro"}', seconds=120)
-    assert code == 1, output
+    slow = write(tmp_path, "slow", "")
+    with running(tmp_path, *arguments(tmp_path)) as job:
+        status = job.wait_status(lambda s: (s["checkpoint"]["memory_step"] or 0) >= 3)
+        os.kill(status["workers"][0]["pid"], signal.SIGKILL)
+        assert job.wait(20) == 1, job.output
+        output = job.output
+    slow.unlink()
     (step,) = committed(tmp_path)
     assert f"step {step}, which memory alone held, is saved as {tmp_path}/kept/{step_name(step)}" in output
     assert "the job has failed" in output.splitlines()[-1]

@@ -21,7 +21,7 @@ from tests.support.prometheus import Prometheus, prometheus
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(580),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus (Debian) is not on PATH"),
 ]
 KILLS = 30

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from elastic.errors import UsageError
@@ -169,6 +172,22 @@ def test_what_rdzv_conf_says_is_what_the_member_gets(monkeypatch: pytest.MonkeyP
     assert (made["settings"].ttl_seconds, made["settings"].rules.settle_seconds) == (3, 0.5)
     assert (made["join_timeout_seconds"], made["settings"].node.node_id, made["etcd"].ca) == (120.0, "n7", "c")
     assert made["etcd"].user is None, "None is what is not given"
+
+
+def test_a_host_that_is_frozen_while_it_is_greeted_is_given_up_in_time() -> None:
+    """Its kernel takes the connection, and nothing answers: torch's own timeout does not end that."""
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        began = time.monotonic()
+        with pytest.raises(OSError, match=r"no greeting from 127\.0\.0\.1"):
+            torchrun._client("127.0.0.1", frozen.getsockname()[1], timedelta(seconds=1))
+        assert time.monotonic() - began < 20
+
+
+def test_a_store_that_cannot_be_reached_is_torchs_own_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with pytest.raises(DistError):
+        torchrun._client("127.0.0.1", port, timedelta(seconds=1))
 
 
 @pytest.mark.slow
