@@ -182,6 +182,7 @@ def test_a_checkpoint_directory_that_is_gone_is_waited_for_and_no_fresh_start(tm
     assert_all_samples_used(tmp_path)
 
 
+@pytest.mark.slow
 def test_signals_to_every_process_of_the_job_save_and_drain_as_those_to_the_agent_do(tmp_path: Path) -> None:
     """As `systemctl kill` and SLURM send them."""
     with running(tmp_path, *arguments(tmp_path, 2)) as job:

@@ -29,8 +29,8 @@ def script(tmp_path: Path) -> Path:
 def test_the_trainers_example_learns_and_is_drained_and_goes_on(tmp_path: Path) -> None:
     _, trainer = blocks()
     write(tmp_path, "sums.py", trainer)
-    agent = ("--http", "127.0.0.1:0", "--nproc-per-node", "2", "--checkpoint-dir", "ckpt", "--checkpoint-every", "100")
-    with running(tmp_path, *agent, "sums.py") as job:
+    agent = ("--http", "127.0.0.1:0", "--checkpoint-dir", "ckpt", "--checkpoint-every", "100")
+    with running(tmp_path, *agent, "--nproc-per-node", "2", "sums.py") as job:
         job.wait_step(50)
         job.signal(signal.SIGTERM)
         assert job.wait() == 143, job.output
@@ -58,6 +58,7 @@ def test_under_the_agent_it_saves_drains_and_goes_on(tmp_path: Path, script: Pat
     assert (tmp_path / "ckpt" / "step-000000000200" / "manifest.json").exists(), "the end is kept as well"
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced_at_the_newest_step(tmp_path: Path, script: Path) -> None:
     slow = script.read_text().replace("optimizer.zero_grad()", "optimizer.zero_grad(); __import__('time').sleep(0.05)")
     script.write_text(slow)
@@ -75,6 +76,7 @@ def test_a_killed_worker_is_replaced_at_the_newest_step(tmp_path: Path, script: 
         assert job.wait() == 0, job.output
 
 
+@pytest.mark.slow
 def test_a_failure_that_comes_again_and_again_costs_no_step(tmp_path: Path, script: Path) -> None:
     """No round got beyond the step that the first has left in memory; it is on disk when the job has failed."""
     whole = script.read_text()

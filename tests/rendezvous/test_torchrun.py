@@ -191,6 +191,7 @@ def test_a_store_that_cannot_be_reached_is_torchs_own_error() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_torchrun_forms_loses_a_node_re_forms_and_takes_it_in_again(tmp_path: Path, cluster: EtcdCluster) -> None:
     agents = [Torchrun(tmp_path, cluster, "a"), Torchrun(tmp_path, cluster, "b")]
