@@ -31,9 +31,8 @@ class Claim:
         self._storage, self._folder = storage, folder
         before = self._read_folder().owner  # (round, directory)
         self._is_staked, self._was_seen = False, before is not None and before[1] == directory
-        self._seen_round = (
-            before[0] if before is not None and self._was_seen else 0
-        )  # that it was in; it never goes back
+        # The round that the directory was in, as far as is known here: it never goes back.
+        self._seen_round = before[0] if before is not None and self._was_seen else 0
 
     @property
     def newest_round(self) -> int:

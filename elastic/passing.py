@@ -5,6 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _AWAY = frozenset(
     {
@@ -40,3 +45,21 @@ def start_thread(thread: threading.Thread) -> None:
         thread.start()
     except RuntimeError as exc:
         raise OSError(errno.EAGAIN, f"{os.strerror(errno.EAGAIN)} ({exc})") from exc
+
+
+def begin(act: Callable[[], T], name: str, ended: Callable[[], None] = lambda: None) -> Future[T]:
+    """`act` on a thread that may be left behind: a file server, or a frozen host, may never answer.
+
+    Raises: OSError (EAGAIN) when this host has no room for a thread.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(act())
+        except Exception as exc:  # noqa: BLE001 - the top of a thread; raised again by result()
+            outcome.set_exception(exc)
+        ended()
+
+    start_thread(threading.Thread(target=run, name=name, daemon=True))
+    return outcome

@@ -15,7 +15,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -29,6 +28,7 @@ from elastic.checks.finding import Finding, error, ok
 from elastic.checks.pairs import Pair, judge, merged, tournament
 from elastic.config import JobConfig
 from elastic.errors import ElasticError
+from elastic.passing import begin
 from elastic.rendezvous.records import PREFLIGHT
 from elastic.rendezvous.torchrun import BACKEND, TorchrunHandler, create_handler
 
@@ -187,19 +187,12 @@ class _Mesh:
 
     def _bounded(self, act: Callable[[], T]) -> T:
         """gloo's listening end waits on for a peer that cannot connect: it is left behind when its time is over."""
-        outcome: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                outcome.set_result(act())
-            except Exception as exc:  # noqa: BLE001 - top of a thread; raised again by result()
-                outcome.set_exception(exc)
-
-        threading.Thread(target=run, name="doctor-pair", daemon=True).start()
         try:
-            return outcome.result(self._pair_seconds)
+            return begin(act, "doctor-pair").result(self._pair_seconds)
         except FutureTimeoutError as exc:
             raise RuntimeError(f"no connection, or no transfer, within {self._pair_seconds:g} s") from exc
+        except OSError as exc:  # no room for a thread
+            raise RuntimeError(str(exc)) from exc
 
     def _transfers(self, name: str, ranks: list[int]) -> tuple[float, float]:
         """Median seconds of a tiny all-reduce of these nodes, and those of the large one: the fastest of a few."""

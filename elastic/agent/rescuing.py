@@ -10,7 +10,6 @@ import dataclasses
 import json
 import logging
 import signal
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -27,7 +26,7 @@ from elastic.agent.systemd import Notifier
 from elastic.config import JobConfig
 from elastic.errors import ExitCode
 from elastic.own_checkpoints import own_checkpoints
-from elastic.passing import is_away, is_full, start_thread
+from elastic.passing import begin, is_away, is_full
 
 logger = logging.getLogger(__name__)
 _OWNER = "owner.json"
@@ -129,7 +128,7 @@ class Finder:
         (folder / _RESCUING).touch()
         deadline = time.monotonic() + seconds
         save = partial(_save, str(folder), directory, run_id, deadline=deadline, is_alone=True)
-        saving = _begin(save, lambda: None)
+        saving = _begin(save)
         while not saving.done() and time.monotonic() < deadline:
             self._pause(_POLL_LEFT_SECONDS)
         result = saving.result() if saving.done() else _Result()
@@ -166,24 +165,23 @@ def _read_notes(folder: Path) -> tuple[str, str, float] | None:
         return None
 
 
-def _begin(save: Callable[[], _Result], ended: Callable[[], None]) -> Future[_Result]:
-    """On a thread that may be left behind: a file server may never answer."""
-    future: Future[_Result] = Future()
+def _begin(save: Callable[[], _Result], ended: Callable[[], None] = lambda: None) -> Future[_Result]:
+    """Its result is no exception: what goes wrong is said here."""
 
-    def run() -> None:
+    def safely() -> _Result:
         try:
-            future.set_result(save())
+            return save()
         except Exception:
             logger.exception("what memory alone holds could not be saved")
-            future.set_result(_Result())
-        ended()
+            return _Result()
 
     try:
-        start_thread(threading.Thread(target=run, name="rescue", daemon=True))
+        return begin(safely, "rescue", ended)
     except OSError as exc:
         logger.warning("what memory alone holds cannot be saved: %s", exc)
-        future.set_result(_Result())
-    return future
+        failed: Future[_Result] = Future()
+        failed.set_result(_Result())
+        return failed
 
 
 def _save(

@@ -15,7 +15,6 @@ import threading
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any
@@ -36,7 +35,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from elastic import values
 from elastic.errors import ElasticError, NotEnoughNodesError, StoreGoneError, UsageError
-from elastic.passing import start_thread
+from elastic.passing import begin
 from elastic.rendezvous.connect import make_member
 from elastic.rendezvous.etcd_config import EtcdConfig, parse_endpoints
 from elastic.rendezvous.identity import address_towards, own_identity
@@ -274,15 +273,7 @@ def _client(addr: str, port: int, timeout: timedelta) -> TCPStore:
 
     Raises: DistError; TimeoutError, or another OSError where this host has no room for a thread.
     """
-    made: Future[TCPStore] = Future()
-
-    def connect() -> None:
-        try:
-            made.set_result(TCPStore(addr, port, is_master=False, timeout=timeout))
-        except DistError as exc:
-            made.set_exception(exc)
-
-    start_thread(threading.Thread(target=connect, name="elasticd-store-client", daemon=True))
+    made = begin(lambda: TCPStore(addr, port, is_master=False, timeout=timeout), "elasticd-store-client")
     try:
         return made.result(timeout.total_seconds() + _GREETING_SECONDS)
     except FutureTimeoutError as exc:

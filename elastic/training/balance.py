@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from elastic.training.batching import deal
 
 _WORTHWHILE = 0.95  # of the predicted time of a step; less is noise, and no reason to deal anew
+_NOISE_SECONDS = 0.01  # so much a busy host makes of ranks that are equal
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,13 @@ def slowdowns(seconds: Sequence[float]) -> list[float]:
     """Each rank's time over the median; of an even number of ranks the faster one in the middle counts."""
     median = statistics.median_low(seconds)
     return [value / median for value in seconds]
+
+
+def slow_ranks(seconds: Sequence[float], factor: float) -> frozenset[int]:
+    """Those whose micro-batch takes `factor` times the median, and noticeably longer at all than the median's."""
+    median = statistics.median_low(seconds)
+    ratios = slowdowns(seconds)
+    return frozenset(r for r, ratio in enumerate(ratios) if ratio >= factor and seconds[r] - median > _NOISE_SECONDS)
 
 
 class Schedule:

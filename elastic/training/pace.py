@@ -10,14 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from elastic.training.balance import Deal, Schedule, better_deal, slowdowns
+from elastic.training.balance import Deal, Schedule, better_deal, slow_ranks, slowdowns
 from elastic.training.batching import MicroBatch, StepPlan
 from elastic.training.session import Session
 from elastic.training.trainer_config import TrainerConfig
 
 logger = logging.getLogger(__name__)
 _FIRST_STEPS = 5  # of a round until the first comparison, where speed_every is more
-_NOISE_SECONDS = 0.01  # more than the others for a micro-batch: that much a busy host makes of equal ranks
 
 
 class Pace:
@@ -65,10 +64,7 @@ class Pace:
     def _compare(self, plan: StepPlan, seconds: Sequence[float]) -> None:
         ratios, rank = slowdowns(seconds), self._session.rank
         self._session.note(compute_seconds=seconds[rank], slowdown=ratios[rank])
-        noise = min(seconds) + _NOISE_SECONDS
-        slow = frozenset(
-            r for r, ratio in enumerate(ratios) if ratio >= self._config.straggler_factor and seconds[r] > noise
-        )
+        slow = slow_ranks(seconds, self._config.straggler_factor)
         if slow != self._slow and rank == 0:
             self._tell(plan.step, slow, ratios, seconds)
         self._slow = slow

@@ -57,6 +57,7 @@ TRAINING = Progress(pid=1, in_loop=1, step=10)
         ([TRAINING], "steps=1", 400, "no --log-dir to write a profile to: name a directory with --out"),
         ([TRAINING], "steps=1&out={folder}/file/x", 400, "Not a directory; name another with --out"),
         ([], "steps=1&out={folder}", 409, "no worker runs on this node now"),
+        ([TRAINING, Progress()], "steps=1", 409, "can only profile itself, with torch.profiler"),
         ([TRAINING, Progress()], "steps=1&out={folder}", 409, "can only profile itself, with torch.profiler"),
         ([TRAINING, Progress(pid=1)], "steps=1&out={folder}", 409, "not every worker is in its training loop yet"),
     ],

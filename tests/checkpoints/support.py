@@ -207,3 +207,14 @@ def round_trip(directory: Path, state: Any) -> Any:
     manager.close()
     assert restored is not None
     return restored.state
+
+
+def in_child(action: Callable[[], object]) -> int:
+    """How a forked child ended, as waitpid says."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            action()
+        finally:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1]

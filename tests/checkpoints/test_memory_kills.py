@@ -17,7 +17,7 @@ import torch
 
 from checkpoints.held import held_in
 from checkpoints.memory import MemoryTier
-from tests.checkpoints.support import assert_same, cut_state, loaded, mark
+from tests.checkpoints.support import assert_same, cut_state, in_child, loaded, mark
 
 
 def tiers(folder: Path) -> list[MemoryTier]:
@@ -50,17 +50,6 @@ def check_whole(folder: Path, agreed: int) -> None:
         return
     assert newest.mark.step in (agreed - 1, agreed)
     assert_same(loaded(newest), cut_state(newest.mark.step % 7))
-
-
-def in_child(action: Callable[[], None]) -> int:
-    """How a forked child ended, as waitpid says."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            action()
-        finally:
-            os._exit(1)
-    return os.waitpid(pid, 0)[1]
 
 
 @pytest.mark.slow

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,16 @@ from checkpoints.errors import CheckpointError, StaleRoundError
 from checkpoints.manager import CheckpointManager
 from checkpoints.memory import MemoryTier
 from checkpoints.rescue import Saved
-from tests.checkpoints.support import FaultyStorage, assert_same, cut_state, die, fail_with, flip_byte, small_state
+from tests.checkpoints.support import (
+    FaultyStorage,
+    assert_same,
+    cut_state,
+    die,
+    fail_with,
+    flip_byte,
+    in_child,
+    small_state,
+)
 from tests.support.ranks import run_ranks
 
 
@@ -236,16 +243,6 @@ def test_on_an_object_store_the_first_node_does_it(tmp_path: Path) -> None:
     assert saved(memory, url).step == 3
     assert committed(url) == [1, 3]
     assert_restores(url, 3)
-
-
-def in_child(action: Callable[[], object]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            action()
-        finally:
-            os._exit(0)
-    return os.waitpid(pid, 0)[1]
 
 
 @pytest.mark.parametrize("ends", ["fails", "is killed"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.training.balance import Deal, Schedule, better_deal, counts_by_speed, slowdowns, step_seconds
+from elastic.training.balance import Deal, Schedule, better_deal, counts_by_speed, slow_ranks, slowdowns, step_seconds
 from elastic.training.trainer import TrainerConfig
 from tests.training.test_trainer_equivalence import relative_difference
 from tests.training.worlds import Ran, SentenceTask, samples_used, train
@@ -57,6 +57,20 @@ def test_a_small_gain_is_no_reason_to_deal_anew() -> None:
     assert better_deal(even, (1.0, 3.0), 64).counts(64) == [48, 16]
     slow = Deal(world_size=2, seconds=(1.0, 3.0))
     assert better_deal(slow, (1.0, 1.0), 64).counts(64) == [32, 32], "it has recovered"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "slow"),
+    [
+        ((0.1, 0.3), {1}),
+        ((0.1, 0.14), set()),  # below the factor
+        ((0.0127, 0.019), set()),  # a busy host, and not a slow rank
+        ((0.0127, 0.0327), {1}),
+        ((0.03, 0.05, 0.03, 0.05, 0.03), {1, 3}),
+    ],
+)
+def test_a_rank_is_slow_by_a_factor_and_by_what_can_be_noticed(seconds: tuple[float, ...], slow: set[int]) -> None:
+    assert slow_ranks(seconds, 1.5) == slow
 
 
 def test_slowness_is_relative_to_the_median() -> None:
