@@ -1,72 +1,32 @@
-"""The gateway to one etcd endpoint: the only importer of etcd3 and grpc, imported when a job needs them.
+"""The gateway to one etcd endpoint: the only user of etcd3 and grpc, imported when a job needs them.
 
 Of etcd3 it takes the client with its channel, and the generated messages. The client's own methods are left aside: they
 drop the reason of an error and the revision of an answer, its watcher spins while etcd is away, its locks do not work.
-Owns: loading etcd3, messages to and from our values, one attempt of each call. Failover, retries and the threads of
+Owns: messages to and from our values, one attempt of each call. Failover, retries and the threads of
 watches are not here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from elastic.errors import ElasticError, StoreRefusedError, UsageError
+from elastic.rendezvous import etcd_messages
 from elastic.rendezvous.etcd_config import Counters, EtcdConfig
 from elastic.rendezvous.etcd_errors import NotFoundError, translated
 from elastic.rendezvous.etcd_watch import Batch
 from elastic.rendezvous.store import Compare, Delete, Entry, Event, Lease, Put, Snapshot, boottime
 from elastic.rendezvous.transact import Answer, NotAppliedError
 
-_PROTOBUF = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
+try:
+    etcd3, rpc = etcd_messages.load()
+except ImportError as exc:
+    raise UsageError(f"many nodes need etcd3 ({exc}): pip install 'elasticd[etcd]'") from exc
 
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """The variable for the time of an import; workers inherit the environment and must not see it."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-def _load() -> tuple[Any, Any]:
-    """etcd3 and its messages. They are of protobuf's old kind, which only its Python implementation still takes, and
-    that is chosen once, when google.protobuf is first imported.
-
-    Raises: UsageError where etcd3 is not installed or protobuf is there already in another implementation.
-    """
-    loaded = "google.protobuf" in sys.modules
-    try:
-        with _environment(_PROTOBUF, "python"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of descriptors and of six: nothing a user could change
-            import etcd3
-            from etcd3 import etcdrpc
-    except ImportError as exc:
-        raise UsageError(f"many nodes need etcd3 ({exc}): pip install 'elasticd[etcd]'") from exc
-    except TypeError as exc:
-        if not loaded:
-            raise
-        raise UsageError(
-            "etcd3 cannot be loaded: google.protobuf was imported before it, and not in its Python implementation. "
-            f"Import elastic.rendezvous.etcd before whatever imports protobuf, or start with {_PROTOBUF}=python"
-        ) from exc
-    return etcd3, etcdrpc
-
-
-etcd3, rpc = _load()
-
-import grpc  # noqa: E402 - comes with etcd3, whose absence is explained above
+import grpc  # comes with etcd3, whose absence is told above
 
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a new client is a new connection, without another one's back-off

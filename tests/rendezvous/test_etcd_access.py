@@ -125,11 +125,45 @@ def test_loading_etcd3_leaves_the_environment_as_it_was(before: str) -> None:
     assert done.stdout.strip() == ("upb" if before else "")
 
 
-def test_protobuf_loaded_before_in_another_implementation_is_explained() -> None:
-    done = run_clean("import google.protobuf.descriptor\nimport elastic.rendezvous.etcd")
-    assert done.returncode != 0
-    assert "UsageError" in done.stderr
-    assert "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python" in done.stderr
+_FOREIGN = """
+from google.protobuf import descriptor_pb2, descriptor_pool
+descriptor_pool.Default().Add(descriptor_pb2.FileDescriptorProto(name="rpc.proto", package="another"))
+"""
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param("", id="nothing"),
+        pytest.param("import google.protobuf.descriptor", id="protobuf_is_loaded"),
+        pytest.param("import os; os.environ['PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION'] = 'python'", id="pure_python"),
+        pytest.param(_FOREIGN, id="another_package_has_an_rpc.proto"),
+    ],
+)
+def test_etcd3_loads_whatever_of_protobuf_is_there_before(before: str) -> None:
+    code = """
+from elastic.rendezvous.etcd import etcd3, rpc
+import etcd3.etcdrpc.kv_pb2
+request = rpc.TxnRequest()
+request.compare.add().result = rpc.Compare.NOT_EQUAL
+request.success.add().request_put.key = b"k"
+print(request.SerializeToString().hex(), etcd3.etcdrpc.kv_pb2.Event.DELETE, rpc.AlarmType.Name(rpc.NOSPACE))
+"""
+    done = run_clean(f"{before}\n{code}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0a020803120512030a016b", "1", "NOSPACE"]
+
+
+def test_the_messages_of_a_newer_etcd3_are_its_own(tmp_path: Path) -> None:
+    package = tmp_path / "etcd3" / "etcdrpc"
+    package.mkdir(parents=True)
+    (tmp_path / "etcd3" / "__init__.py").touch()
+    (package / "__init__.py").write_text("from . import kv_pb2, auth_pb2, rpc_pb2\n")
+    for name in ("kv_pb2", "auth_pb2", "rpc_pb2"):
+        (package / f"{name}.py").write_text("NEW = 'DESCRIPTOR = pool.AddSerializedFile(...)'\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom elastic.rendezvous import etcd_messages\n"
+    done = run_clean(code + "print(etcd_messages.load()[1].rpc_pb2.NEW)")
+    assert done.stdout.strip() == "DESCRIPTOR = pool.AddSerializedFile(...)", done.stderr
 
 
 def test_the_store_alone_does_not_load_etcd3() -> None:

@@ -98,7 +98,7 @@ def test_checkpoints_imports_itself_relatively_and_nothing_of_elastic() -> None:
 
 def test_etcd3_has_one_importer() -> None:
     importers = {name(path) for path in SOURCES for module, _ in imports_of(path) if module.split(".")[0] == "etcd3"}
-    assert importers <= {"elastic/rendezvous/etcd.py"}
+    assert importers == {"elastic/rendezvous/etcd_messages.py"}
 
 
 def test_the_package_itself_names_only_the_session_and_only_when_asked() -> None:
