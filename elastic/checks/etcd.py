@@ -147,7 +147,7 @@ def _ask(config: EtcdConfig, endpoint: tuple[str, int], run_id: str) -> Endpoint
             records, seconds = [], []
             for _ in range(_READS):
                 began = time.monotonic()
-                entries = connection.read(keys.nodes, True, deadline).entries
+                entries = connection.read((keys.nodes,), True, deadline).entries
                 seconds.append(time.monotonic() - began)
                 records = [entry.value for entry in entries.values()]
             cluster_id = connection.cluster_id

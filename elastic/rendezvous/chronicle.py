@@ -41,6 +41,8 @@ class Chronicle:
         if revision <= self._round_revision:
             return False
         self._round_revision = revision
+        if entry == self.round_entry:
+            return False  # read again
         try:
             taken = Round.from_json(entry.value) if entry is not None else None
         except ValueError as exc:

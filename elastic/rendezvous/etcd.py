@@ -75,10 +75,16 @@ class Connection:
             self.close()
             raise
 
-    def read(self, key: str, prefix: bool, deadline: float) -> Snapshot:
-        request = rpc.RangeRequest(key=key.encode(), range_end=_range_end(key, prefix))
-        answer = self._call(self._range, request, deadline)
-        return Snapshot(entries={e.key: e for e in map(_entry, answer.kvs)}, revision=answer.header.revision)
+    def read(self, keys: Sequence[str], prefix: bool, deadline: float) -> Snapshot:
+        ranges = [rpc.RangeRequest(key=key.encode(), range_end=_range_end(key, prefix)) for key in keys]
+        if len(ranges) == 1:
+            answer = self._call(self._range, ranges[0], deadline)
+            found = answer.kvs
+        else:
+            request = rpc.TxnRequest(success=[rpc.RequestOp(request_range=range_) for range_ in ranges])
+            answer = self._call(self._txn, request, deadline)
+            found = [entry for response in answer.responses for entry in response.response_range.kvs]
+        return Snapshot(entries={e.key: e for e in map(_entry, found)}, revision=answer.header.revision)
 
     def commit(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], peek: str | None, deadline: float

@@ -56,8 +56,8 @@ class EtcdStore:
         self._watches: list[EtcdWatch] = []
         self._closed = threading.Event()
 
-    def read(self, key: str, *, prefix: bool = False) -> Snapshot:
-        return self._retried(lambda connection, deadline: connection.read(key, prefix, deadline))
+    def read(self, key: str, *more: str, prefix: bool = False) -> Snapshot:
+        return self._retried(lambda connection, deadline: connection.read((key, *more), prefix, deadline))
 
     def write(
         self,

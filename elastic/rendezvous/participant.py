@@ -241,16 +241,15 @@ class Participant:
         """Read the two shared keys; the first time, watch them from there on."""
         is_first = self._watch is None
         takes = {self._keys.round: self._take_round, self._keys.leader: self._take_leader}
-        found = {key: self._store.read(key) for key in takes}
-        if any(self._chronicle.is_newer_than(snapshot.revision) for snapshot in found.values()):
+        found = self._store.read(*takes)
+        if self._chronicle.is_newer_than(found.revision):
             logger.warning("node %s: etcd was put back to an older state: going on from that", self._own.node.node_id)
             self._chronicle.forget_revisions()
             self._own.look_again()
-        for key, snapshot in found.items():
-            takes[key](snapshot.get(key), snapshot.revision, is_first)
+        for key, take in takes.items():
+            take(found.get(key), found.revision, is_first)
         if self._watch is None:
-            after = min(snapshot.revision for snapshot in found.values())
-            self._watch = self._watch_both(after, takes)
+            self._watch = self._watch_both(found.revision, takes)
         self._must_read, self._read_at = False, now
         if is_first and self._settings.restarted and self._chronicle.round is not None:
             self._incarnation = self._chronicle.round.incarnation

@@ -105,8 +105,10 @@ class Watch(Protocol):
 class Store(Protocol):
     """What the rendezvous needs of a store. Every call ends within the store's timeout; safe from many threads."""
 
-    def read(self, key: str, *, prefix: bool = False) -> Snapshot:
-        """The newest state of a key, or of all keys that begin with it; sees every write answered before.
+    def read(self, key: str, *more: str, prefix: bool = False) -> Snapshot:
+        """The newest state of these keys at one moment, or of all that begin with one of them.
+
+        It sees every write answered before. Several keys cost hardly more than one.
 
         Raises: StoreUnavailableError, after retries over all endpoints; StoreRefusedError.
         """

@@ -104,6 +104,17 @@ def test_a_read_sees_one_key_or_all_under_a_prefix(place: Place) -> None:
     assert place.value("n/1") == "value of n/1 — ü"
 
 
+def test_a_read_sees_several_keys_at_one_moment(place: Place) -> None:
+    before = place.put("a", "1")
+    place.put("c", "3")
+    snapshot = place.store.read(place.key("a"), place.key("b"), place.key("c"))
+    assert {key: entry.value for key, entry in snapshot.entries.items()} == {place.key("a"): "1", place.key("c"): "3"}
+    assert snapshot.entries[place.key("a")].mod_revision == before
+    assert snapshot.revision == place.store.read(place.key("b")).revision
+    snapshot = place.store.read(place.key("none/"), place.key("a"), prefix=True)
+    assert set(snapshot.entries) == {place.key("a")}
+
+
 def test_a_write_of_several_keys_has_one_revision(place: Place) -> None:
     outcome, revision = place.store.write([], [Put(place.key("a"), "1"), Put(place.key("b"), "2")])
     assert outcome is Outcome.APPLIED

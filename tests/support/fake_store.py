@@ -94,9 +94,10 @@ class FakeServer:
         with self._lock:
             self.revision, self.entries, self._history = image
 
-    def snapshot(self, key: str, prefix: bool) -> Snapshot:
+    def snapshot(self, keys: Sequence[str], prefix: bool) -> Snapshot:
         with self._lock:
-            found = {k: e for k, e in sorted(self.entries.items()) if _matches(k, key, prefix)}
+            entries = sorted(self.entries.items())
+            found = {k: e for k, e in entries if any(_matches(k, key, prefix) for key in keys)}
             return Snapshot(entries=found, revision=self.revision)
 
     def commit(self, compares: Sequence[Compare], operations: Sequence[Put | Delete], peek: str | None) -> Answer:
@@ -247,8 +248,9 @@ class FakeStore:
         """What becomes of the next attempts of `operation`: read, write, grant, renew or revoke."""
         self._planned[operation].extend(fates)
 
-    def read(self, key: str, *, prefix: bool = False) -> Snapshot:
-        found: Snapshot = self._retrying()(self._attempt, "read", lambda: self.server.snapshot(key, prefix))
+    def read(self, key: str, *more: str, prefix: bool = False) -> Snapshot:
+        keys = (key, *more)
+        found: Snapshot = self._retrying()(self._attempt, "read", lambda: self.server.snapshot(keys, prefix))
         return found
 
     def write(

@@ -22,9 +22,9 @@ class Metered:
         self._counters = counters
         self._shared = {keys.round: "round_bytes", keys.leader: "news_bytes"}
 
-    def read(self, key: str, *, prefix: bool = False) -> Snapshot:
+    def read(self, key: str, *more: str, prefix: bool = False) -> Snapshot:
         self._counters.add("reads")
-        snapshot = self._store.read(key, prefix=prefix)
+        snapshot = self._store.read(key, *more, prefix=prefix)
         self._weigh(snapshot.entries.values())
         return snapshot
 
