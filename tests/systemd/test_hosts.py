@@ -6,6 +6,7 @@ all of it has done to the samples is looked at in the end.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic.demo.ledger import read_ledger
 from tests.support.job import wait_for
 from tests.support.prometheus import Prometheus, prometheus, static
 from tests.systemd.hosts import Host, what_is_missing
@@ -25,6 +27,15 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(bool(what_is_missing()), reason=what_is_missing()),
 ]
+SOLO = f"""
+module = "elastic.demo.bytelm"
+args = ["--device=cpu", "--layers=1", "--width=16", "--heads=2", "--context=16", "--samples=1000", "--global-batch=4",
+    "--micro-batch=2", "--steps=1000000", "--step-seconds=0.05", "--log-every=1000", "--ledger={SHARED}/solo.jsonl"]
+checkpoint_dir = "/var/lib/elasticd/solo/checkpoints"
+checkpoint_every = 1000000
+memory_every = 1
+http = "127.0.0.1:0"
+"""
 SLACK_SECONDS = 1.5  # after the lease, for the others to go on
 
 
@@ -248,6 +259,31 @@ def test_a_job_that_fails_is_not_tried_again_and_its_last_words_are_kept(job: La
     assert "these are the last words" in journal
     assert "the job has failed" in journal
     assert host.run(str(ELASTICD), "uninstall", "broken").returncode == 0
+
+
+def test_a_killed_agent_of_a_job_on_one_host_loses_no_step(job: Lab) -> None:
+    """Steps that memory alone held are on disk before systemd starts the next agent, which goes on from there."""
+    host, unit, ledger = job.hosts[0], "elasticd@solo", job.shared / "solo.jsonl"
+    (job.shared / "solo.toml").write_text(SOLO)
+    host.run(str(ELASTICD), "install", f"{SHARED}/solo.toml")
+    host.run("systemctl", "start", unit)
+
+    def trained(round_: int) -> list[int]:
+        entries = read_ledger(ledger.read_text()).entries if ledger.exists() else []
+        return [entry.step for entry in entries if entry.round == round_]
+
+    wait_for(lambda: len(trained(1)) > 20, seconds=60, what="20 steps")
+    host.run("kill", "-KILL", host.show(unit, "MainPID"))
+    wait_for(lambda: len(trained(2)) > 20, seconds=90, what="20 steps of the next agent")
+    assert host.show(unit, "NRestarts") == "1"
+    host.run("systemctl", "stop", unit)
+    journal = host.journal(unit)
+    found = re.search(r"step (\d+), which memory alone held, is saved", journal)
+    assert found, journal
+    saved = int(found[1])
+    assert min(trained(2)) == saved + 1
+    assert saved >= max(trained(1)) - 1, "the step that the kill interrupted may not have been kept"
+    assert host.run(str(ELASTICD), "uninstall", "solo").returncode == 0
 
 
 def test_a_prometheus_has_seen_all_of_it(job: Lab, monitor: Prometheus) -> None:
