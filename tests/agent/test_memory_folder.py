@@ -12,6 +12,7 @@ import pytest
 
 from elastic.agent.memory import PLACE_VARIABLE, keep_memory, memory_folder, sweep
 from elastic.agent.rescuing import Finder
+from elastic.own_checkpoints import own_checkpoints
 from tests.unit.settings import loaded
 
 
@@ -64,6 +65,25 @@ def test_what_cannot_be_saved_now_is_kept_until_it_can(tmp_path: Path, caplog: p
     assert f"stays in {left}" in caplog.text
     disk.unlink()
     sweep(Finder(), {PLACE_VARIABLE: str(tmp_path)})  # there is a directory to look at, and nothing whole to save
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a mistake of ours"), MemoryError()])
+def test_an_error_that_nobody_thought_of_frees_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    left = killed_in(tmp_path)
+    (left / "owner.json").write_text(json.dumps({"run_id": "job", "directory": str(tmp_path / "disk"), "seconds": 30}))
+    with monkeypatch.context() as patched:
+        patched.setattr(own_checkpoints("rescue"), "rescue", fail)
+        sweep(Finder(), {PLACE_VARIABLE: str(tmp_path)})
+    assert (left / "rank-0-slot-0").exists()
+    assert "what memory alone holds could not be saved" in caplog.text
+    assert repr(error) in caplog.text or str(error) in caplog.text
+    sweep(Finder(), {PLACE_VARIABLE: str(tmp_path)})
     assert not left.exists()
 
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.agent.quick import FOREVER, PAIR, TRAINER
 from tests.support.job import Job, running, wait_for, write
 
@@ -95,12 +97,18 @@ time.sleep(600)
 """
 
 
-def test_a_script_without_a_session_gets_sigterm_not_the_drain_grace_and_is_not_called_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("told_by", ["a signal", "elasticd drain"])
+def test_a_script_without_a_session_gets_sigterm_not_the_drain_grace_and_is_not_called_saved(
+    tmp_path: Path, told_by: str
+) -> None:
     write(tmp_path, "script.py", SAVING)
-    with running(tmp_path, *PAIR, "script.py") as job:
+    with running(tmp_path, *PAIR, "--shutdown-timeout", "7", "script.py") as job:
         wait_for(lambda: len(list(tmp_path.glob("up-*"))) == 2)
-        job.signal(signal.SIGTERM)
-        job.wait_status(lambda s: s["state"] == "draining")
+        if told_by == "a signal":
+            job.signal(signal.SIGTERM)
+            job.wait_status(lambda s: s["state"] == "draining")
+        else:
+            assert re.search(r"to drain, which may take up to [67] s$", drain(job).strip())
         assert job.wait(15) == 143, job.output
         assert "the job was stopped; none of its workers had opened a session yet" in job.output
 
