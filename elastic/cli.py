@@ -113,7 +113,7 @@ def _run(argv: Sequence[str]) -> int:
     finally:
         gc.enable()
     if config.log_format == "json":
-        from elastic.cli_log_json import log_as_json
+        from elastic.journal_json import log_as_json
 
         log_as_json(run_id=config.run_id, node_id=config.node_id)
     from elastic.agent.launch import run_job

@@ -200,7 +200,7 @@ def _render_incidents(status: JobStatus) -> str:
         (
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(incident.time)),
             brief(incident.cause, _CELL_CHARACTERS),
-            incident.round,
+            incident.round or None,  # not decided yet
             incident.lost_steps,
             *(getattr(incident.seconds, phase) for phase in phases),
         )

@@ -39,6 +39,7 @@ from elastic.agent.view import Facts, closed_with, job_status, why_draining
 from elastic.agent.workers import Worker, adopt_orphans, reap_orphans
 from elastic.config import JobConfig
 from elastic.errors import ElasticError, ExitCode
+from elastic.journal_json import name_node
 from elastic.rendezvous.lease import FENCE_SHARE
 from elastic.rendezvous.membership import Membership
 from elastic.rendezvous.round import Phase
@@ -356,6 +357,7 @@ class Agent(ElasticAgent):
         if not self._guard.allow_for(self._allowance(now)):
             self._mailbox.wake()  # the next pass sees to it
         self._last_status = status = self._make_status()
+        name_node(status.node_id)
         self._notifier.passed(status, stopping=self.orders.is_leaving)
         self._measuring.passed(status, self._membership.view())
 

@@ -26,7 +26,7 @@ class _Open:
     stopped_at: float = 0.0
     decided_at: float = 0.0
     round: int = 0
-    is_named: bool = False  # by the round that answered it
+    is_named: bool = False  # by the round that answered it, or better than it could
 
 
 class Incidents:
@@ -37,9 +37,18 @@ class Incidents:
         self._open: _Open | None = None
 
     def begin(
-        self, *, cause: str, applied_step: int, failed_at: float, now: float, reports: Sequence[Progress] = ()
+        self,
+        *,
+        cause: str,
+        applied_step: int,
+        failed_at: float,
+        now: float,
+        reports: Sequence[Progress] = (),
+        is_known: bool = False,
     ) -> None:
         """Something ended the round; while an incident is open, what follows belongs to it.
+
+        `is_known`: this node knows the cause better than the next round will, which others name.
 
         But for workers without a session: nobody can tell when they were back at work, so the next failure is another.
         """
@@ -48,7 +57,12 @@ class Incidents:
             self._open = None
         if self._open is None:
             self._open = _Open(
-                unix_time=time.time(), cause=cause, applied_step=applied_step, failed_at=failed_at, noticed_at=now
+                unix_time=time.time(),
+                cause=cause,
+                applied_step=applied_step,
+                failed_at=failed_at,
+                noticed_at=now,
+                is_named=is_known,
             )
         self._open.stopped_at = self._open.decided_at = 0.0
 

@@ -13,6 +13,7 @@ from elastic.agent import repeats
 from elastic.agent.crew import Crew
 from elastic.agent.hang import Verdict
 from elastic.agent.incidents import Incidents
+from elastic.agent.view import STORE_AWAY
 from elastic.errors import ExitCode
 from elastic.rendezvous.membership import Breakage, View
 from elastic.rendezvous.round import Phase, Round
@@ -33,8 +34,8 @@ class Story:
         self.last_failure: FailureStatus | None = None
         self.failures: dict[int, ProcessFailure] = {}  # of the last round that failed, by rank: torch's contract
 
-    def begin(self, cause: str, *, failed_at: float) -> None:
-        """Something has ended the round, or is about to."""
+    def begin(self, cause: str, *, failed_at: float, is_known: bool = False) -> None:
+        """Something has ended the round, or is about to. `is_known`: see `Incidents.begin`."""
         self._crew.read_progress()
         self._incidents.begin(
             cause=cause,
@@ -42,13 +43,14 @@ class Story:
             failed_at=failed_at,
             now=time.monotonic(),
             reports=[worker.progress for worker in self._crew.workers.all],
+            is_known=is_known,
         )
 
     def fenced(self, cause: str, *, failed_at: float) -> None:
         """The workers were not allowed to live any longer."""
         logger.warning("round %d: %s: its workers are stopped", self._crew.round, cause)
         self._fenced_by = cause
-        self.begin(cause, failed_at=failed_at)
+        self.begin(cause, failed_at=failed_at, is_known=True)
 
     def hung(self, verdict: Verdict) -> None:
         """The workers do not get on: they write their stacks and are stopped."""
@@ -57,7 +59,7 @@ class Story:
         self.begin(f"hung: {verdict.message}", failed_at=verdict.since)
 
     def note_round(self, view: View) -> None:
-        """What ended the round elsewhere begins the incident here."""
+        """What ended the round elsewhere begins the incident here; so does a store that is away for too long."""
         formed = view.round
         if formed is None or not self._crew.workers.alive or self._crew.done.killed:
             return
@@ -65,6 +67,8 @@ class Story:
             self.begin("the lease was lost", failed_at=time.monotonic())
         elif formed.phase in (Phase.DRAINING, Phase.BROKEN) and formed.number == self._crew.round:
             self.begin(formed.cause, failed_at=time.monotonic())
+        elif view.drain_wanted:
+            self.begin(STORE_AWAY, failed_at=time.monotonic(), is_known=True)
 
     def stopped(self) -> None:
         self._incidents.stopped(time.monotonic())

@@ -27,6 +27,8 @@ from elastic.status import (
     plural,
 )
 
+STORE_AWAY = "etcd has not answered for most of the lease"
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
@@ -158,7 +160,7 @@ def why_draining(view: View, *, asked: bool) -> str:
     if asked:
         return "asked to stop"
     if view.drain_wanted:
-        return "etcd has not answered for most of the lease"
+        return STORE_AWAY
     return view.round.cause if view.round is not None else ""
 
 

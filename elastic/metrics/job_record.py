@@ -12,7 +12,7 @@ from elastic.timings import Histogram
 _SIGNS = (
     ("hung", r"^(rank|node) .*\bhung\b"),
     ("out_of_memory", r"^(rank|node) \S+ out of memory|OutOfMemoryError|out of memory"),
-    ("fenced", r"did not run for|lease was lost|to renew the lease$|it was stopped$"),
+    ("fenced", r"did not run for|lease was lost|^etcd has not answered|to renew the lease$|it was stopped$"),
     ("worker_failed", r"^rank \d+ |^node \S+ cannot start|^cannot start a worker"),
     ("node_lost", r"^nodes? .*\blost\b"),
     ("node_joined", r"^nodes? .*\bjoins?\b"),

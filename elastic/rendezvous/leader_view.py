@@ -174,6 +174,6 @@ def _own_reason(view: LeaderView, current: Round | None, seen: Seen, expected: s
         return "it is leaving"
     if current is not None and probation_ends(view, current, seen) > view.now:
         return f"back-off: it was lost within {view.rules.probation_window_seconds:g} s of being let in"
-    if not node.ready:
+    if not node.ready and current is not None and current.phase is Phase.RUNNING:  # no other round waits for that
         return "it is getting ready"
     return ""

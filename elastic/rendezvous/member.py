@@ -166,7 +166,7 @@ class Member:
                 pause = _LONGEST_WAIT_SECONDS if due is None else max(0.0, due - self._clock())
                 self._wakeup.wait(min(pause, _LONGEST_WAIT_SECONDS))
         except Exception as exc:  # the top of a thread: its failure reaches the agent
-            logger.exception("the membership of node %s has failed", self._settings.node.node_id)
+            logger.exception("the membership of node %s has failed", self._shown.node.node_id)
             error = exc if isinstance(exc, ElasticError) else ElasticError(f"the membership has failed: {exc!r}")
             self._show(dataclasses.replace(participant.state, error=error))
         finally:
@@ -179,7 +179,7 @@ class Member:
 
     def _tell_of_silence(self) -> None:
         """A warning when the store has been away for a moment, and a word when it is back."""
-        trouble, node_id = self._participant.trouble, self._settings.node.node_id
+        trouble, node_id = self._participant.trouble, self._shown.node.node_id
         away = self._away_seconds(self._shown, self._clock())
         if trouble and away > _SILENT_SECONDS and not self._is_silence_told:
             self._is_silence_told = True

@@ -248,6 +248,11 @@ def test_the_store_may_lose_a_member_start_again_or_freeze_and_is_missed_when_it
             member.thaw()
         status = nodes.wait_running(2, after=status["round"], seconds=patience + 10)
         assert status["base_step"] == stopped_at, f"they had drained in time\n{nodes.output}"
+        for job in nodes.jobs.values():
+            told = job.wait_status(lambda s: s["incidents"] and s["incidents"][-1]["seconds"]["total"] is not None)
+            incident = told["incidents"][-1]
+            assert incident["cause"] == "etcd has not answered for most of the lease", job.output
+            assert incident["lost_steps"] == 0
         assert status["restarts"]["used"] == 0
 
         for member in cluster.members:

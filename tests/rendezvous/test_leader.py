@@ -77,6 +77,15 @@ def test_the_first_round_waits_for_min_then_for_the_last_call(nodes: list[Seen],
     assert act(view(None, *nodes)) == expected
 
 
+def test_while_nodes_are_missing_that_is_what_is_told_of_those_that_are_there() -> None:
+    alone = lead(view(None, seen("a", ready_since=None)))
+    assert isinstance(alone, Wait)
+    assert [waiting.reason for waiting in alone.waiting] == ["1 of 2 nodes are there"]
+    newcomer = lead(view(formed("ab"), seen("a"), seen("b"), seen("c", ready_since=None)))
+    assert isinstance(newcomer, Wait)
+    assert [waiting.reason for waiting in newcomer.waiting] == ["it is getting ready"]
+
+
 def test_the_first_round_is_numbered_above_all_that_its_nodes_know() -> None:
     done = lead(view(None, seen("a", first_number=3), seen("b", first_number=9), seen("c")))
     assert isinstance(done, Write)

@@ -24,7 +24,8 @@ ROOMS = {
     **dict.fromkeys(("cli_checkpoints", "cli_install", "cli_status", "cli_table", "__main__"), "cli"),
     **dict.fromkeys(("flags", "jobfile", "rules", "values"), "config"),
     **dict.fromkeys(("timings", "profile_order"), "progress"),
-    **dict.fromkeys(("cli_profile", "cli_log_json"), "cli"),
+    **dict.fromkeys(("cli_profile",), "cli"),
+    "journal_json": "journal",
     **dict.fromkeys(("checks", "preflight"), "doctor"),
 }
 LEVELS = {room: level for level, rooms in FLOORS.items() for room in rooms}

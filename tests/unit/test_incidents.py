@@ -56,6 +56,15 @@ def test_a_second_failure_before_the_recovery_belongs_to_the_same_incident() -> 
     assert incident.seconds.total == pytest.approx(8.5)
 
 
+def test_the_next_rounds_cause_stands_unless_this_node_knows_better() -> None:
+    for is_known, cause in ((False, "nodes a, b lost"), (True, "the store was away")):
+        incidents = Incidents()
+        incidents.begin(cause="the store was away", applied_step=1, failed_at=1.0, now=1.0, is_known=is_known)
+        incidents.decided(7, 103.0, "nodes a, b lost")
+        incidents.name("a failure that followed")
+        assert [incident.cause for incident in incidents.all([])] == [cause]
+
+
 def test_reports_of_the_old_round_close_nothing() -> None:
     stale = dataclasses.replace(FIRST, started_at=50.0, first_step_at=60.0)
     assert told().observe([stale, stale]) is None

@@ -23,7 +23,7 @@ class JsonFormatter(logging.Formatter):
 
     def __init__(self, *, run_id: str, node_id: str, is_journal: bool = False) -> None:
         super().__init__()
-        self._ids = {"run_id": run_id, "node_id": node_id}
+        self.run_id, self.node_id = run_id, node_id
         self._is_journal = is_journal
 
     def format(self, record: logging.LogRecord) -> str:
@@ -34,7 +34,8 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "logger": record.name,
             "message": message,
-            **self._ids,
+            "run_id": self.run_id,
+            "node_id": self.node_id,
         }
         head = message.partition("\n")[0]
         for key, pattern in _NAMED.items():
@@ -51,3 +52,11 @@ def log_as_json(*, run_id: str, node_id: str) -> None:
     for handler in handlers:
         is_journal = isinstance(handler.formatter, JournalFormatter)
         handler.setFormatter(JsonFormatter(run_id=run_id, node_id=node_id, is_journal=is_journal))
+
+
+def name_node(node_id: str) -> None:
+    """The node is called that from now on: a live duplicate had the id that was configured."""
+    for name in LOGGERS:
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler.formatter, JsonFormatter):
+                handler.formatter.node_id = node_id

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from elastic.cli import main
-from elastic.cli_log_json import LOGGERS, JsonFormatter, log_as_json
 from elastic.journal import JournalFormatter
+from elastic.journal_json import LOGGERS, JsonFormatter, log_as_json, name_node
 from tests.support.job import write
 
 
@@ -60,6 +60,18 @@ def test_the_journal_still_learns_the_priority_of_a_line(monkeypatch: pytest.Mon
     line = handler.format(logging.LogRecord("elastic", logging.ERROR, "", 1, "no luck", (), None))
     assert line.startswith("<3>{")
     assert json.loads(line[3:])["message"] == "no luck"
+
+
+def test_a_node_that_had_to_take_another_id_says_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = logging.StreamHandler()
+    for name in LOGGERS:
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [handler])
+    name_node("n1-2")  # plain lines have no id
+    log_as_json(run_id="train", node_id="n1")
+    record = logging.LogRecord("elastic", logging.INFO, "", 1, "round 1 begins", (), None)
+    assert json.loads(handler.format(record))["node_id"] == "n1"
+    name_node("n1-2")
+    assert json.loads(handler.format(record))["node_id"] == "n1-2"
 
 
 def test_the_agents_lines_are_json_when_it_is_told_so(
