@@ -35,9 +35,13 @@ class Claim:
         self._seen_round = before[0] if before is not None and self._was_seen else 0
 
     @property
+    def newest(self) -> tuple[int, int]:
+        """The last round that this node took part in, and its base step, as its memory knows; (0, 0) for none."""
+        return max(self._read_folder().rounds, default=(0, 0))
+
+    @property
     def newest_round(self) -> int:
-        """The last one that this node took part in, as its memory knows; 0 for none."""
-        return max((round_ for round_, _ in self._read_folder().rounds), default=0)
+        return self.newest[0]
 
     def stake(self, line: Line) -> None:
         """A leader's: this round is the one that the directory is in from now on.

@@ -15,13 +15,14 @@ import time
 from pathlib import Path
 
 from .choose import choose, find_homes
-from .claim import Claim, whose
+from .claim import Claim, later_round, whose
 from .errors import CheckpointError, CorruptCheckpointError, StaleRoundError
 from .held import Whole, held_in
 from .line import Line
 from .manifest import FileEntry, Hasher, Manifest
 from .offer import offer, with_memory
 from .publish import discard, publish, shard_name, working_directory
+from .rounds import Record, read_record
 from .slot import Window
 from .storage import Storage, open_storage
 
@@ -49,15 +50,16 @@ def rescue(
     is_first: bool = True,
     is_alone: bool = False,
     patience_seconds: float = 60.0,
+    is_told: bool = False,
 ) -> Saved | None:
     """Commit the newest whole state of the run in `folder`, unless the directory has one as new; None: it has none.
 
     Of several nodes that see one directory one does it, and the others wait for as long as it gets on; `is_alone` says
     that there are none. On an object store, where they cannot see that, only the one that `is_first` does. A state that
-    is damaged gives way to the one before it.
+    is damaged gives way to the one before it. `is_told`: the log has it already that this is going on.
 
     Raises:
-        StaleRoundError: the job has gone on elsewhere, or another one is in the directory.
+        StaleRoundError: the job has gone on elsewhere, and what memory holds is of no use any more.
         CheckpointError: the directory is not the one that the job was in, or another node has not finished in time.
         OSError: it cannot be written there.
     """
@@ -72,7 +74,8 @@ def rescue(
         step = whole.mark.step
         commit = _Commit(storage, root, Path(folder), whole, others.dead)
         if commit.begin():
-            logger.info("step %d is in memory alone: saving it to %s", step, root)
+            if not is_told:
+                logger.info("step %d of job %s is in memory alone: saving it to %s", step, run_id, root)
             try:
                 return Saved(step=step, path=commit.run(), is_new=True)
             except CorruptCheckpointError as exc:
@@ -130,29 +133,43 @@ class _Commit:
         """Returns the checkpoint's path. Raises: CheckpointError, OSError; nothing is left of it then."""
         try:
             manifest = self._write()
-            self._check()
+            self._stake()
             return publish(self._storage, self._root, self.working, manifest)
         except BaseException:
             with contextlib.suppress(OSError):
                 discard(self._storage, self.working, self._whole.commit)
             raise
 
-    def _check(self) -> None:
-        line = self._line
-        record = self._claim.check(line)
-        if line.incarnation and record is not None and record.owner is not None and record.owner[1] != whose(line):
+    def _check(self) -> Record | None:
+        """The directory's record, which says nothing against it. Raises: as `rescue`."""
+        line, record = self._line, read_record(self._storage, self._root)
+        if line.incarnation and record is not None and record.owner is not None:
             number, owner = record.owner
-            raise StaleRoundError(f"{self._root} is in round {number} of {owner!r}, this was kept for {whose(line)!r}")
+            if owner.rpartition("/")[0] != line.run_id:
+                raise CheckpointError(f"{self._root} is in round {number} of {owner!r}, this is of {whose(line)!r}")
+        try:
+            return self._claim.check(line)
+        except StaleRoundError as exc:
+            if later_round(line, record):
+                raise
+            raise CheckpointError(str(exc)) from exc  # the directory may be put back
+
+    def _stake(self) -> None:
+        """Look once more; a round that could not be put on record when it began is, now."""
+        record, line = self._check(), self._line
+        if record is None or all(round_ < line.round for round_, _ in record.rounds):
+            self._claim.stake(line)
 
     @property
     def _line(self) -> Line:
         """Whose commit it is: of the last round that this memory took part in, which may have restored it."""
         mark = self._whole.mark
+        round_, base_step = max((mark.round, mark.base_step), self._claim.newest)
         return Line(
             run_id=mark.run_id,
             incarnation=mark.incarnation,
-            round=max(mark.round, self._claim.newest_round),
-            base_step=mark.base_step,
+            round=round_,
+            base_step=base_step,
             rank=0,
             world_size=mark.world_size,
             directory=self._root,

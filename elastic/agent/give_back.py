@@ -40,9 +40,8 @@ def give_back(runtime: Path, environ: Mapping[str, str] = os.environ) -> None:
         if kill_what_it_left(folder):
             _end_lease(folder, environ)
 
-    if any(runtime.glob("agent-*")):  # else the agent ended by itself
-        sweep(runtime, take_leave)
-        memory.sweep(Finder(), environ)
+    sweep(runtime, take_leave)
+    memory.sweep(Finder(), environ)
 
 
 def _end_lease(folder: Path, environ: Mapping[str, str]) -> None:

@@ -63,9 +63,8 @@ def memory_folder(environ: Mapping[str, str] = os.environ) -> Iterator[str | Non
 
 
 def keep_memory(folder: Path) -> None:
-    """It stays when its agent ends, until a `Finder` frees it."""
+    """It stays when its agent ends, until a `Finder` frees it. Raises: OSError."""
     (folder / _KEPT).touch()
-    logger.warning("what memory alone holds stays in %s: the next start tries again to save it", folder)
 
 
 def sweep(finder: Finder, environ: Mapping[str, str] = os.environ) -> None:

@@ -6,9 +6,12 @@ be saved for a reason that may pass stays where it is, for the next who comes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -30,9 +33,11 @@ from elastic.passing import begin, is_away, is_full
 
 logger = logging.getLogger(__name__)
 _OWNER = "owner.json"
+_OWNER_LATER = ".owner.json"  # of many nodes: for as long as they train the others have it all
 _RESCUING = "rescuing"  # somebody is at it, who holds the folder's lock
 _POLL_SECONDS = 1.0
 _POLL_LEFT_SECONDS = 0.1
+_FOREIGN_SECONDS = 10.0  # that a start spends on what another job has left
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +69,12 @@ class Rescue:
         if config.checkpoint_dir is None or deadline <= began:  # its drain has taken all the time there was
             return ended
         self._is_leaving = orders.is_leaving
+        folder = Path(crew.memory_dir) if crew.memory_dir else None
+        if folder is not None:
+            begin_rescue(folder)
         save = partial(
             _save,
-            crew.memory_dir,
+            folder,
             config.checkpoint_dir,
             config.run_id,
             deadline=deadline,
@@ -74,9 +82,8 @@ class Rescue:
             is_alone=config.rdzv_backend == "standalone",
         )
         result = self._await(_begin(save, self._mailbox.wake), deadline, serve)
-        if not result.is_settled and crew.memory_dir and any(Path(crew.memory_dir).glob("rank-*-slot-*")):
-            note_owner(Path(crew.memory_dir), config)
-            keep_memory(Path(crew.memory_dir))
+        if not result.is_settled and folder is not None and any(folder.glob("rank-*-slot-*")):
+            _keep(folder, config.run_id, config.checkpoint_dir)
         crew.disk_step = max(crew.disk_step, result.step)
         is_saved = crew.applied_step <= crew.disk_step
         return ExitCode.DRAINED if ended is ExitCode.STEPS_LOST and is_saved else ended
@@ -87,10 +94,11 @@ class Rescue:
             events = self._mailbox.wait(min(deadline, time.monotonic() + _POLL_SECONDS))
             serve(events)
             if any(self._gives_up(event.number) for event in events if isinstance(event, SignalReceived)):
-                logger.warning("what memory alone holds is given up")
+                logger.warning("%s is given up", _what(self._crew.memory_dir, self._config.run_id))
                 return _Result(is_settled=True)
             if time.monotonic() >= deadline:
-                logger.warning("what memory alone holds could not be saved within --drain-grace")
+                what = _what(self._crew.memory_dir, self._config.run_id)
+                logger.warning("%s could not be saved within --drain-grace", what)
                 return _Result()
         return saving.result()
 
@@ -104,9 +112,20 @@ class Rescue:
 
 
 def note_owner(folder: Path, config: JobConfig) -> None:
-    """Whose memory it is, for who finds it without its agent."""
+    """Whose memory it is, for who finds it without its agent. At the start, when there is room for it."""
     notes = {"run_id": config.run_id, "directory": config.checkpoint_dir, "seconds": config.drain_grace_seconds}
-    (folder / _OWNER).write_text(json.dumps(notes))
+    try:
+        (folder / _OWNER_LATER).write_text(json.dumps(notes))
+        if config.max_nodes == 1:
+            begin_rescue(folder)
+    except OSError as exc:
+        logger.warning("%s: %s: steps that memory alone holds would go with this agent", folder, exc.strerror or exc)
+
+
+def begin_rescue(folder: Path) -> None:
+    """Who finds it from now on is to save it."""
+    with contextlib.suppress(OSError):
+        (folder / _OWNER_LATER).rename(folder / _OWNER)
 
 
 class Finder:
@@ -126,23 +145,30 @@ class Finder:
             return True
         run_id, directory, seconds = notes
         (folder / _RESCUING).touch()
+        is_ours = self._is_ours(directory)
+        if self._config is not None and not is_ours:
+            seconds = min(seconds, _FOREIGN_SECONDS)
         deadline = time.monotonic() + seconds
-        save = partial(_save, str(folder), directory, run_id, deadline=deadline, is_alone=True)
+        save = partial(_save, folder, directory, run_id, deadline=deadline, is_alone=True, is_patient=is_ours)
         saving = _begin(save)
         while not saving.done() and time.monotonic() < deadline:
             self._pause(_POLL_LEFT_SECONDS)
         result = saving.result() if saving.done() else _Result()
         if not result.is_settled:
-            keep_memory(folder)
+            _keep(folder, run_id, directory)
+            if is_ours:
+                logger.warning(
+                    "this start goes on from what is on disk: to have that step, stop it and see to the disk"
+                )
         return result.is_settled
 
     def waits_for(self, folder: Path) -> bool:
         """It is held by another process: whether that saves what our job is to go on from. Then a moment has passed."""
-        notes, config = _read_notes(folder), self._config
-        if notes is None or config is None or not (folder / _RESCUING).exists():
+        notes = _read_notes(folder)
+        if notes is None or not (folder / _RESCUING).exists():
             return False
-        run_id, directory, seconds = notes
-        if (run_id, directory) != (config.run_id, config.checkpoint_dir):
+        _, directory, seconds = notes
+        if not self._is_ours(directory):
             return False
         if self._waits_until is None:
             logger.info(
@@ -155,14 +181,48 @@ class Finder:
         self._pause(_POLL_LEFT_SECONDS)
         return True
 
+    def _is_ours(self, directory: str) -> bool:
+        """Whether our job is to go on from there, however it is spelled."""
+        return self._config is not None and _place(self._config.checkpoint_dir) == _place(directory)
+
+
+def _place(directory: str | None) -> str | None:
+    local = own_checkpoints("storage").local_path(directory) if directory is not None else None
+    return directory if local is None else os.path.realpath(local)
+
+
+def _keep(folder: Path, run_id: str, directory: str) -> None:
+    what = _what(folder, run_id)
+    try:
+        if _read_notes(folder) is None:
+            raise OSError(errno.ENOSPC, "there was no room to note whose it is")
+        keep_memory(folder)
+    except OSError as exc:
+        logger.warning("%s cannot stay in %s: %s", what, folder, exc.strerror or exc)
+        return
+    logger.warning(
+        "%s stays in %s: the next start tries again to save it to %s; remove it from there to give it up",
+        *(what, folder, directory),
+    )
+
+
+def _what(folder: str | Path | None, run_id: str) -> str:
+    """What is spoken of: the newest step that is whole there."""
+    with contextlib.suppress(OSError):
+        found = own_checkpoints("held").held_in(Path(folder), run_id) if folder is not None else []
+        if found:
+            return f"step {max((whole.mark.round, whole.mark.step) for whole in found)[1]}, which memory alone holds,"
+    return "what memory alone holds"
+
 
 def _read_notes(folder: Path) -> tuple[str, str, float] | None:
     """Run id, directory, and how long a save may take; None: there is nothing to save."""
     try:
         notes = json.loads((folder / _OWNER).read_text())
-        return str(notes["run_id"]), str(notes["directory"]), float(notes["seconds"])
+        run_id, directory, seconds = notes["run_id"], notes["directory"], float(notes["seconds"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
+    return (run_id, directory, seconds) if isinstance(run_id, str) and isinstance(directory, str) else None
 
 
 def _begin(save: Callable[[], _Result], ended: Callable[[], None] = lambda: None) -> Future[_Result]:
@@ -185,26 +245,42 @@ def _begin(save: Callable[[], _Result], ended: Callable[[], None] = lambda: None
 
 
 def _save(
-    folder: str | None, directory: str, run_id: str, *, deadline: float, is_first: bool = True, is_alone: bool
+    folder: Path | None,
+    directory: str,
+    run_id: str,
+    *,
+    deadline: float,
+    is_first: bool = True,
+    is_alone: bool,
+    is_patient: bool = True,
 ) -> _Result:
-    """Tried until the deadline, where the reason may pass. Without a folder the directory is looked at alone."""
-    problem = "what memory alone holds could not be saved" if folder else "what is on disk could not be looked at"
+    """Where the reason may pass it is tried until the deadline, or once where nobody `is_patient`.
+
+    Without a folder the directory is looked at alone.
+    """
+    what = f"{_what(folder, run_id)} could not be saved" if folder else "what is on disk could not be looked at"
     rescue, errors = own_checkpoints("rescue").rescue, own_checkpoints("errors")
     was_told = False
     while True:
         left = max(0.0, deadline - time.monotonic())
         try:
-            saved = rescue(folder, directory, run_id, is_first=is_first, is_alone=is_alone, patience_seconds=left)
+            saved = rescue(
+                *(folder, directory, run_id),
+                is_first=is_first,
+                is_alone=is_alone,
+                patience_seconds=left,
+                is_told=was_told,
+            )
         except errors.StaleRoundError as exc:
-            logger.warning("what memory alone holds is of no use any more: %s", exc)
+            logger.warning("%s is of no use any more: %s", _what(folder, run_id), exc)
             return _Result(is_settled=True)
         except errors.CheckpointError as exc:
-            logger.warning("%s: %s", problem, exc)
+            logger.warning("%s: %s", what, exc)
             return _Result()
         except OSError as exc:
-            is_last = left < _POLL_SECONDS or not (is_away(exc) or is_full(exc))
+            is_last = not is_patient or left < _POLL_SECONDS or not (is_away(exc) or is_full(exc))
             if is_last or not was_told:
-                logger.warning("%s: %s", problem, exc)
+                logger.warning("%s: %s", what, exc)
             if is_last:
                 return _Result()
             was_told = True

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from elastic.agent.memory import PLACE_VARIABLE, keep_memory, memory_folder, sweep
-from elastic.agent.rescuing import Finder
+from elastic.agent.rescuing import Finder, begin_rescue, note_owner
 from elastic.own_checkpoints import own_checkpoints
 from tests.unit.settings import loaded
 
@@ -68,6 +70,68 @@ def test_what_cannot_be_saved_now_is_kept_until_it_can(tmp_path: Path, caplog: p
     assert not left.exists()
 
 
+def test_a_start_does_not_wait_for_the_disk_of_another_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    left, pauses = killed_in(tmp_path), 0
+
+    def pause(_seconds: float) -> None:
+        nonlocal pauses
+        pauses += 1
+        time.sleep(0.05)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    disk, link = tmp_path / "disk", tmp_path / "link"
+    link.symlink_to(disk)
+    (left / "owner.json").write_text(json.dumps({"run_id": "job", "directory": str(disk), "seconds": 3.0}))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(own_checkpoints("rescue"), "rescue", full)
+        other = loaded("--rdzv-id", "other", "--checkpoint-dir", str(tmp_path / "elsewhere"), __file__)
+        began = time.monotonic()
+        for config in (other, None):
+            sweep(Finder(config, pause=pause), {PLACE_VARIABLE: str(tmp_path)})
+        assert time.monotonic() - began < 2, "looked at once each"
+        assert "this start" not in caplog.text
+        ours = loaded("--rdzv-id", "job", "--checkpoint-dir", str(link), __file__)
+        began = time.monotonic()
+        sweep(Finder(ours, pause=pause), {PLACE_VARIABLE: str(tmp_path)})
+        assert time.monotonic() - began >= 2, "tried again and again"
+        assert "this start goes on from what is on disk" in caplog.text
+    assert pauses
+    assert left.exists()
+
+
+def test_memory_of_many_nodes_is_saved_by_who_finds_it_only_once_its_agent_was_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the others have it all."""
+    asked: list[object] = []
+    monkeypatch.setattr(own_checkpoints("rescue"), "rescue", lambda folder, *_, **__: asked.append(folder))
+    many = loaded(
+        *("--rdzv-backend", "etcd3", "--rdzv-endpoint", "h:1", "--rdzv-id", "job", "--nnodes", "1:2"),
+        *("--checkpoint-dir", str(tmp_path / "disk"), __file__),
+    )
+    left = killed_in(tmp_path)
+    note_owner(left, many)
+    sweep(Finder(), {PLACE_VARIABLE: str(tmp_path)})
+    assert not left.exists()
+    assert asked == []
+    left = killed_in(tmp_path)
+    note_owner(left, many)
+    begin_rescue(left)
+    sweep(Finder(), {PLACE_VARIABLE: str(tmp_path)})
+    assert asked == [left]
+
+
+def test_no_room_to_note_whose_memory_it_is_keeps_no_agent_from_its_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / ".owner.json").symlink_to("/dev/full")
+    note_owner(tmp_path, loaded("--checkpoint-dir", str(tmp_path / "disk"), __file__))
+    assert "No space left on device: steps that memory alone holds would go with this agent" in caplog.text
+    begin_rescue(tmp_path)
+
+
 @pytest.mark.parametrize("error", [RuntimeError("a mistake of ours"), MemoryError()])
 def test_an_error_that_nobody_thought_of_frees_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
@@ -109,21 +173,21 @@ def test_a_start_waits_for_who_saves_what_its_job_goes_on_from_and_for_nobody_el
         if waits == 3:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
 
-    def finder(run_id: str) -> Finder:
-        return Finder(loaded("--rdzv-id", run_id, "--checkpoint-dir", str(tmp_path / "disk"), __file__), pause=let_go)
+    def finder(run_id: str, disk: str) -> Finder:
+        return Finder(loaded("--rdzv-id", run_id, "--checkpoint-dir", str(tmp_path / disk), __file__), pause=let_go)
 
-    sweep(finder("job"), {PLACE_VARIABLE: str(tmp_path)})
+    sweep(finder("again", "disk"), {PLACE_VARIABLE: str(tmp_path)})
     assert (waits, left.exists()) == (0, True), "it is not saved there: a live agent"
     (left / "rescuing").touch()
-    sweep(finder("other"), {PLACE_VARIABLE: str(tmp_path)})
+    sweep(finder("job", "other"), {PLACE_VARIABLE: str(tmp_path)})
     assert (waits, left.exists()) == (0, True)
     owner = (left / "owner.json").read_text()
     (left / "owner.json").write_text(owner.replace("30", "0"))
-    sweep(finder("job"), {PLACE_VARIABLE: str(tmp_path)})
+    sweep(finder("again", "disk"), {PLACE_VARIABLE: str(tmp_path)})
     assert (waits, left.exists()) == (0, True)
     assert "going on without it" in caplog.text
     (left / "owner.json").write_text(owner)
-    sweep(finder("job"), {PLACE_VARIABLE: str(tmp_path)})
+    sweep(finder("again", "disk"), {PLACE_VARIABLE: str(tmp_path)})
     assert not left.exists()
     assert waits >= 3
     os.close(descriptor)

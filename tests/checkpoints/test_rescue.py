@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 
 from checkpoints import catalog, rescue
+from checkpoints import manager as managers
 from checkpoints.errors import CheckpointError, StaleRoundError
 from checkpoints.manager import CheckpointManager
 from checkpoints.memory import MemoryTier
 from checkpoints.rescue import Saved
+from checkpoints.rounds import read_record
+from checkpoints.storage import LocalStorage
 from tests.checkpoints.support import (
     FaultyStorage,
     assert_same,
@@ -30,9 +33,9 @@ from tests.checkpoints.support import (
 from tests.support.ranks import run_ranks
 
 
-def kept(disk: Path | str, folder: Path, steps: range, *, save: int = 0, run_id: str = "job", **more: Any) -> None:
+def kept(disk: Path | str, folder: Path, steps: range, *, save: int = 0, **more: Any) -> None:
     """A job of one rank that kept these steps, and saved one of them, until it was over."""
-    manager = CheckpointManager(disk, memory=MemoryTier(folder), run_id=run_id, incarnation="i", **more)
+    manager = CheckpointManager(disk, memory=MemoryTier(folder), **{"run_id": "job", "incarnation": "i", **more})
     manager.restore()
     for step in steps:
         if step == save:
@@ -199,6 +202,27 @@ def test_a_job_that_has_gone_on_elsewhere_is_not_disturbed(tmp_path: Path) -> No
     assert sorted(disk.iterdir()) == before
 
 
+def test_a_round_that_could_not_be_put_on_record_is_when_there_is_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full when the second incarnation began."""
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    kept(disk, tmp_path / "first", range(1, 6), save=5)
+    storage = FaultyStorage(fail_with(28), forever=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(managers, "open_storage", lambda directory: (storage, str(directory)))
+        storage.arm(0)
+        kept(disk, memory, range(6, 9), round=2, incarnation="second")
+    record = read_record(LocalStorage(), str(disk))
+    assert record is not None
+    assert record.owner == (1, "job/i")
+    assert saved(memory, disk).step == 8
+    record = read_record(LocalStorage(), str(disk))
+    assert record is not None
+    assert (record.rounds, record.owner) == (((1, 0), (2, 5)), (2, "job/second"))
+    assert_restores(disk, 8)
+
+
 def test_another_job_that_has_begun_in_the_emptied_directory_keeps_all_it_has(tmp_path: Path) -> None:
     """Its rounds count from the beginning, and are lower than the ones that memory knows."""
     disk, memory = tmp_path / "disk", tmp_path / "memory"
@@ -211,11 +235,12 @@ def test_another_job_that_has_begun_in_the_emptied_directory_keeps_all_it_has(tm
     newer.restore()
     newer.save(2, small_state(2))
     newer.wait()
-    with pytest.raises(StaleRoundError, match="was in round 3 and is in round 1: it was emptied or replaced"):
+    with pytest.raises(CheckpointError, match="is in round 1 of 'newer/j'") as told:
         rescue.rescue(memory, disk, "job")
+    assert not isinstance(told.value, StaleRoundError), "the directory may be put back"
     shutil.rmtree(memory)  # that has not seen the directory
     kept(disk.with_name("away"), memory, range(1, 5), round=5)
-    with pytest.raises(StaleRoundError, match="is in round 1 of 'newer/j', this was kept for 'job/i'"):
+    with pytest.raises(CheckpointError, match="is in round 1 of 'newer/j', this is of 'job/i'"):
         rescue.rescue(memory, disk, "job")
     late.save(9, small_state(9))
     result = late.wait()
