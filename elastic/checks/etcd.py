@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from elastic.checks.clock import check_difference
 from elastic.checks.finding import Finding, error, ok, warning
 from elastic.errors import ElasticError
-from elastic.rendezvous.etcd_config import Counters, EtcdConfig
+from elastic.rendezvous.etcd_config import Counters, EtcdConfig, endpoint_name
 from elastic.rendezvous.mismatch import differences, other_program
 from elastic.rendezvous.records import Keys, NodeRecord
 from elastic.rendezvous.store import Delete, Put
@@ -128,8 +128,7 @@ def _peer(peer: NodeRecord, version: str, protocol: int, settings: str, program:
 def _ask(config: EtcdConfig, endpoint: tuple[str, int], run_id: str) -> Endpoint:
     from elastic.rendezvous.etcd import Connection
 
-    host, port = endpoint
-    name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    host, name = endpoint[0], endpoint_name(endpoint)
     try:
         with socket.create_connection(endpoint, timeout=ANSWER_SECONDS):
             pass

@@ -15,7 +15,7 @@ from typing import Any
 
 from elastic.errors import ElasticError, StoreRefusedError, UsageError
 from elastic.rendezvous import etcd_messages
-from elastic.rendezvous.etcd_config import Counters, EtcdConfig
+from elastic.rendezvous.etcd_config import Counters, EtcdConfig, endpoint_name
 from elastic.rendezvous.etcd_errors import NotFoundError, translated
 from elastic.rendezvous.etcd_watch import Batch
 from elastic.rendezvous.store import Compare, Delete, Entry, Event, Lease, Put, Snapshot, boottime
@@ -48,7 +48,7 @@ class Connection:
         self._counters = counters
         self._metadata: tuple[tuple[str, str], ...] = ()
         self._streams: set[_Stream] = set()
-        self.name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.name = endpoint_name(endpoint)
         try:
             self._client = etcd3.Etcd3Client(
                 host=f"[{host}]" if ":" in host else host,

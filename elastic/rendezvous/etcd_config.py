@@ -52,6 +52,12 @@ def parse_endpoints(text: str) -> tuple[tuple[str, int], ...]:
     return tuple((host.strip("[]"), int(port)) for host, _, port in pairs)
 
 
+def endpoint_name(endpoint: tuple[str, int]) -> str:
+    """As --rdzv-endpoint has it."""
+    host, port = endpoint
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class Counters:
     """What the gateway has done since its start; from any thread."""
 

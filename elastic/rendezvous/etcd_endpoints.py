@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from elastic.errors import StoreRefusedError, StoreUnavailableError
+from elastic.rendezvous.etcd_config import endpoint_name
 from elastic.rendezvous.transact import NotAppliedError
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class Endpoints:
                     self._current.users += 1
                     return self._current
             if not self._connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                raise NotAppliedError("another thread still tries to connect to etcd")
+                raise NotAppliedError(f"no connection to {' or '.join(map(endpoint_name, self._endpoints))}")
             try:
                 if self._current is None and not self._closed:
                     self._install(self._connect_any(deadline))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic.errors import StoreUnavailableError
+from elastic.rendezvous.etcd_endpoints import Endpoints, Link
 from elastic.rendezvous.etcd_store import EtcdStore, open_store
 from elastic.rendezvous.lease import LeaseKeeper
 from elastic.rendezvous.store import Compare, Outcome, Put
@@ -42,6 +43,28 @@ def stores(cluster: EtcdCluster) -> Iterator[tuple[EtcdStore, EtcdStore]]:
     yield ours, other
     ours.close()
     other.close()
+
+
+def test_who_waits_for_another_threads_connection_is_told_what_to() -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def connect(endpoint: tuple[str, int], deadline: float) -> Link:
+        asked.set()
+        answer.wait(30)
+        raise StoreUnavailableError("gone")
+
+    def call(seconds: float) -> str:
+        with pytest.raises(StoreUnavailableError) as caught, endpoints.use(time.monotonic() + seconds):
+            pass
+        return str(caught.value)
+
+    endpoints = Endpoints([("h1", 2379), ("::1", 2379)], connect)
+    thread = threading.Thread(target=call, args=(30,))
+    thread.start()
+    assert asked.wait(30)
+    assert call(0) == "no connection to h1:2379 or [::1]:2379"
+    answer.set()
+    thread.join()
 
 
 def test_a_server_that_was_killed_and_restarted_on_its_data_goes_on(
