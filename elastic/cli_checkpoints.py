@@ -13,6 +13,7 @@ from elastic.errors import ElasticError, ExitCode, UsageError
 from elastic.own_checkpoints import own_checkpoints
 
 Entry = dict[str, Any]
+_PICKLED = (".pt", ".pth", ".bin", ".ckpt")  # whoever sees such a name calls torch.load
 
 
 def run_action(options: argparse.Namespace) -> int:
@@ -100,6 +101,9 @@ def _export(catalog: Any, options: argparse.Namespace) -> int:
         )
     if options.output.is_dir():
         raise UsageError(f"{str(options.output)!r} is a directory; name a file such as model.safetensors")
+    if options.output.suffix.lower() in _PICKLED:
+        better = str(options.output.with_suffix(".safetensors"))
+        raise UsageError(f"torch.load could not read {str(options.output)!r}, it is safetensors: name it {better!r}")
     done = catalog.export(options.directory, options.output, options.step, options.only)
     text = f"step {done['step']}: {done['tensors']} tensors, {human_bytes(done['bytes'])}, written to {done['path']}"
     _print(options, done, text)

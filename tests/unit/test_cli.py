@@ -114,6 +114,10 @@ def test_version_and_help(elasticd: Any) -> None:
         (["checkpoints", "prune", ".", "--keep-last", "0"], "--keep-last=0 must be 1 or more"),
         (["checkpoints", "export", ".", "gone/x.safetensors"], "no directory '.*gone'"),
         (["checkpoints", "export", ".", "."], "is a directory"),
+        (
+            ["checkpoints", "export", ".", "out.PT"],
+            r"torch\.load could not read 'out\.PT'.* name it 'out\.safetensors'",
+        ),
         (["run", "gone.py"], r"script 'gone\.py' does not exist"),
     ],
     ids=lambda case: " ".join(case) if isinstance(case, list) else "",
