@@ -83,7 +83,7 @@ def _open_closed_streams() -> None:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    """`run`, `demo` and `doctor` have command lines of their own, the rest share one parser."""
+    """`run`, `demo`, `doctor` and `give-back` have command lines of their own, the rest share one parser."""
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if command in ("run", "demo", "doctor"):
         _check_current_directory()
@@ -96,8 +96,8 @@ def _dispatch(arguments: list[str]) -> int:
         return int(demo(rest))
     if command == "doctor":
         return _doctor(rest)
-    if arguments == ["give-back"]:
-        return _give_back()
+    if command == "give-back":
+        return _give_back(rest)
     options = _parser().parse_args(arguments)
     log_to_stderr()
     return int(options.handler(options))
@@ -184,8 +184,15 @@ def _uninstall(options: argparse.Namespace) -> int:
     return uninstall(options)
 
 
-def _give_back() -> int:
-    """Run by the unit: free what a killed agent still holds. The parser, which is for people, knows nothing of it."""
+def _give_back(argv: Sequence[str]) -> int:
+    """Run by the unit. The parser of the other commands, which is for people, knows nothing of it."""
+    parser = _Parser(
+        prog="elasticd give-back",
+        description="Free what agents of yours that were killed still hold on this host: kill what they have started, "
+        "end their leases in etcd, save the step that memory alone holds, free /dev/shm. systemd runs it after the "
+        "unit has stopped. Agents that live are left alone; where there is nothing to do it says nothing.",
+    )
+    parser.parse_args(argv)
     log_to_stderr()
     from elastic.agent.give_back import give_back
     from elastic.runtime import runtime_dir

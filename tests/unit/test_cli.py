@@ -118,6 +118,7 @@ def test_version_and_help(elasticd: Any) -> None:
             ["checkpoints", "export", ".", "out.PT"],
             r"torch\.load could not read 'out\.PT'.* name it 'out\.safetensors'",
         ),
+        (["give-back", "now"], "unrecognized arguments: now; see elasticd give-back --help"),
         (["run", "gone.py"], r"script 'gone\.py' does not exist"),
     ],
     ids=lambda case: " ".join(case) if isinstance(case, list) else "",
@@ -139,6 +140,17 @@ def test_a_mistyped_command_is_answered_with_those_for_people(
     assert "'statu'" in said
     assert "status" in said.replace("'statu'", "")
     assert "give-back" not in said
+
+
+def test_what_is_not_for_people_tells_what_it_does(
+    in_process: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUNTIME_DIRECTORY", str(in_process))
+    with pytest.raises(SystemExit, match="0"):
+        main(["give-back", "--help"])
+    assert "killed" in capsys.readouterr().out
+    assert main(["give-back"]) == 0
+    assert capsys.readouterr() == ("", "")
 
 
 def test_the_process_ends_with_the_exit_code_of_the_error(elasticd: Any) -> None:
