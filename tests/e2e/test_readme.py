@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from checkpoints import CheckpointManager
 from tests.support.job import run_to_end, running, wait_for, write
 
 README = Path(__file__).parents[2] / "README.md"
@@ -103,6 +105,18 @@ def test_checkpoints_that_are_all_damaged_end_the_job_at_once(tmp_path: Path, sc
     assert output.count("starting ranks") == 1, "trying again would not mend them"
     assert output.count("cannot go on: ") == 1
     assert "manifest.json" in output
+
+
+def test_the_checkpoint_of_another_model_ends_the_job_at_once(tmp_path: Path, script: Path) -> None:
+    manager = CheckpointManager(tmp_path / "ckpt")
+    manager.restore()
+    manager.save(7, {"model": torch.nn.Linear(9, 1).state_dict()})
+    manager.close()
+    code, output = run_to_end(tmp_path, "--http", "127.0.0.1:0", "--checkpoint-dir", "ckpt", str(script))
+    assert code == 1, output
+    assert output.count("starting ranks") == 1, "trying again would not mend it"
+    assert "model/weight (float32 [1, 9] in the checkpoint, float32 [1, 8] live)" in output
+    assert "start in another directory" in output
 
 
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
