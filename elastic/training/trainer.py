@@ -205,6 +205,8 @@ class Trainer:
 
     def _loop(self) -> bool:
         """Run what is left; True when the ranks agreed to stop before the end."""
+        if self._session.rank == 0 and next(self._plans(), None) is None:
+            self._tell_that_all_is_done()
         self._session.enter_loop(step=self._at.step, base_step=self._base_step)
         for plan in self._plans():
             began = time.perf_counter()
@@ -212,6 +214,15 @@ class Trainer:
             if agreement.stop or self._save_and_evaluate(agreement):
                 return True
         return False
+
+    def _tell_that_all_is_done(self) -> None:
+        """A run that was finished before and is started again ends at once, and well: it looks like training."""
+        limits = {"steps": self._config.steps, "epochs": self._config.epochs}
+        logger.warning(
+            "nothing is left to train: step %s is done already (%s); raise that, or give another --checkpoint-dir",
+            self._at.step,
+            ", ".join(f"{name}={limit}" for name, limit in limits.items() if limit is not None),
+        )
 
     def _forward(self, micro: MicroBatch, batch: Any) -> tuple[Any, float]:
         """(sum of losses, weight) of a micro-batch, whose random draws depend on nothing but its place in the data."""

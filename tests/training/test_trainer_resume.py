@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from logging.handlers import BufferingHandler
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from elastic.training.trainer import TrainerConfig
-from tests.training.worlds import Ran, SentenceTask, train
+from elastic.training.trainer import Trainer, TrainerConfig
+from tests.support.ranks import run_ranks
+from tests.training.worlds import Ran, SentenceTask, make_session, train
 
 BASE = TrainerConfig(global_batch_size=12, micro_batch_size=2, epochs=3, grad_clip_norm=1.0)
 
@@ -58,6 +62,21 @@ def test_finished_training_started_again_does_nothing(tmp_path: Path) -> None:
     assert again[0].step == first[0].step
     for name, value in first[0].parameters.items():
         assert (again[1].parameters[name] == value).all()
+
+
+def _warned(rank: int, world_size: int, store: Any, config: TrainerConfig) -> list[str]:
+    """What the Trainer warns of on this rank."""
+    log = logging.getLogger("elastic.training.trainer")
+    log.addHandler(handler := BufferingHandler(100))
+    Trainer(make_task(), config, session=make_session(rank, world_size, store)).run()
+    return [record.getMessage() for record in handler.buffer if record.levelno >= logging.WARNING]
+
+
+def test_rank_0_says_that_nothing_is_left_to_train(tmp_path: Path) -> None:
+    config = dataclasses.replace(BASE, checkpoint_dir=str(tmp_path))
+    assert run_ranks(2, _warned, config) == [[], []]
+    said = "nothing is left to train: step 12 is done already (epochs=3); raise that, or give another --checkpoint-dir"
+    assert run_ranks(2, _warned, config) == [[said], []]
 
 
 def test_fp16_resumes_with_its_scaler(tmp_path: Path) -> None:
