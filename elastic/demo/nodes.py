@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 
 from elastic.demo.etcd import find_etcd, running_etcd
@@ -24,6 +24,8 @@ _STEPS_BETWEEN = 8  # that are trained with one world size before the next chang
 _FULL_SPEED = 0.0
 _HELD_BACK = 0.5  # while nodes start
 _WAITING = 1.0  # while standbys get warm
+_LOADED = 8.0  # when that takes more than _STEPS_BETWEEN: others work on this machine
+_MOST_STEPS_WAITED = 3 * _STEPS_BETWEEN  # about two minutes; then steps are needed for what follows
 
 Story = Generator[None, JobStatus, None]
 
@@ -97,25 +99,25 @@ class NodesDemo:
             status = yield
         status = yield from self._all_warm(fleet, status)
         victim = min(status.nodes, key=lambda node: node.node_rank).node_id  # it holds the round's store
-        status = yield from self._change(Kind.LOST, victim, lambda: fleet.kill(victim), status, world_size=less)
+        status = yield from self._change(Kind.LOST, victim, fleet, status, world_size=less)
         status = yield from self._trained(status)
         self._pace(_HELD_BACK)
-        status = yield from self._change(Kind.JOINED, victim, lambda: fleet.start(victim), status, world_size=whole)
+        status = yield from self._change(Kind.JOINED, victim, fleet, status, world_size=whole)
         self._pace(_FULL_SPEED)
         status = yield from self._trained(status)
         status = yield from self._all_warm(fleet, status)
         others = [node for node in status.nodes if node.node_id != victim]
         leaver = max(others, key=lambda node: node.node_rank).node_id
-        yield from self._change(Kind.LEFT, leaver, lambda: fleet.drain(leaver), status, world_size=less)
+        yield from self._change(Kind.LEFT, leaver, fleet, status, world_size=less)
 
     def _change(
-        self, kind: Kind, node_id: str, act: Callable[[], None], status: JobStatus, *, world_size: int
+        self, kind: Kind, node_id: str, fleet: Fleet, status: JobStatus, *, world_size: int
     ) -> Generator[None, JobStatus, JobStatus]:
         """Act, and wait until the world has that size and has done a step more."""
         step, before = _step(status), status.round
         self._say(f"  step {step}, {plural(status.world_size, 'rank')}: {_WORDS[kind].format(node_id)}")
-        unix_time = time.time()
-        act()
+        unix_time, was_cold = time.time(), kind is not Kind.JOINED and not fleet.is_warm
+        {Kind.LOST: fleet.kill, Kind.JOINED: fleet.start, Kind.LEFT: fleet.drain}[kind](node_id)
         while not (status.round > before and status.world_size == world_size and _has_trained(status)):
             if any(waiting.node_id == node_id and "let in" in waiting.reason for waiting in status.waiting):
                 self._pace(_FULL_SPEED)
@@ -124,7 +126,13 @@ class NodesDemo:
         self._say(f"  going on at step {(status.base_step or 0) + 1} with {ranks} in round {status.round}")
         self._changes.append(
             Change(
-                kind=kind, node_id=node_id, step=step, unix_time=unix_time, round=status.round, world_size=world_size
+                kind=kind,
+                node_id=node_id,
+                step=step,
+                unix_time=unix_time,
+                round=status.round,
+                world_size=world_size,
+                was_cold=was_cold,
             )
         )
         return status
@@ -138,9 +146,15 @@ class NodesDemo:
 
     def _all_warm(self, fleet: Fleet, status: JobStatus) -> Generator[None, JobStatus, JobStatus]:
         """Wait for the standbys, which are warm for nearly all of a long run, then get up to speed again."""
-        if not fleet.is_warm:
-            self._pace(_WAITING)
+        began, pace = _step(status), _FULL_SPEED
         while not fleet.is_warm and not self._settings.is_late(_step(status)):
+            waited = _step(status) - began
+            if waited >= _MOST_STEPS_WAITED:
+                break
+            wanted = _WAITING if waited < _STEPS_BETWEEN else _LOADED
+            if wanted != pace:
+                self._pace(wanted)
+                pace = wanted
             status = yield
         self._pace(_FULL_SPEED)
         return (yield from self._trained(status))

@@ -34,6 +34,7 @@ class Change:
     unix_time: float  # just before it was done
     round: int
     world_size: int  # of that round
+    was_cold: bool = False  # a standby was not warm yet; not looked at where a node joins, whose start takes longer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,8 @@ def _add_change(made: Table, outcome: NodesOutcome, change: Change) -> None:
     made.add_row(f"{title.format(change.node_id)} at step {change.step}", "")
     made.add_row(f"  {from_what} to first step with {plural(change.world_size, 'rank')}", _seconds(cost.seconds))
     made.add_row("  pause between two steps", _seconds(cost.pause_seconds))
+    if change.was_cold:
+        made.add_row("  a standby was still cold: a worker's cold start is in this", "")
     made.add_row("  steps done again", str(cost.repeated_steps), end_section=True)
 
 

@@ -8,6 +8,8 @@ import io
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,15 +17,19 @@ from rich.console import Console
 
 from elastic.demo import demo, timeline
 from elastic.demo.etcd import find_etcd, running_etcd
+from elastic.demo.fleet import Fleet
 from elastic.demo.ledger import Audit, Entry
+from elastic.demo.nodes import NodesDemo
 from elastic.demo.nodes_outcome import Change, Kind, NodesOutcome, NodesRun
 from elastic.demo.nodes_report import nodes_table
 from elastic.demo.outcome import RunFiles
 from elastic.demo.parameters import difference, read_difference
 from elastic.demo.screen import Screen
 from elastic.demo.settings import parse
+from elastic.demo.stage import Stage
 from elastic.demo.timeline import Stretch
 from elastic.errors import UsageError
+from elastic.status import JobStatus
 from tests.demo.test_demo import running_demo
 from tests.support.job import marked
 
@@ -114,6 +120,39 @@ def test_the_table_has_world_sizes_costs_and_what_is_equal() -> None:
         "bit by bit (not asked for: sums in another order) no",
     ):
         assert row.split() in shown, row
+
+
+def test_a_pause_with_a_cold_start_in_it_is_explained() -> None:
+    changes = (*CHANGES[:2], dataclasses.replace(CHANGES[2], was_cold=True))
+    out = io.StringIO()
+    Screen(Console(file=out, width=80)).console.print(nodes_table(outcome(changes=changes)))
+    before, _, after = out.getvalue().partition("a standby was still cold")
+    assert "drained by SIGTERM" in before
+    assert "samples used" in after
+
+
+@pytest.mark.parametrize(
+    ("warm_after", "paces"), [(0, [0.0]), (7, [1.0, 0.0]), (20, [1.0, 8.0, 0.0]), (99, [1.0, 8.0, 0.0])]
+)
+def test_steps_get_longer_while_standbys_do_not_get_warm(
+    warm_after: int, paces: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quiet machine needs fewer than 8 steps for it; on a loaded one it is waited for 24."""
+    told: list[float] = []
+    monkeypatch.setattr(NodesDemo, "_pace", lambda self, seconds: told.append(seconds))
+    stage = SimpleNamespace(settings=parse(["--nodes", "3"]), screen=SimpleNamespace(say=None), folder=Path())
+    fleet = SimpleNamespace(is_warm=warm_after == 0)
+    waiting = NodesDemo(cast("Stage", stage))._all_warm(cast("Fleet", fleet), _at(20))
+    next(waiting)
+    for step in range(21, 20 + min(warm_after, 24) + 1):
+        fleet.is_warm = step >= 20 + warm_after
+        assert told[-1] > 0
+        waiting.send(_at(step))
+    assert told == paces
+
+
+def _at(step: int) -> JobStatus:
+    return cast("JobStatus", SimpleNamespace(workers=[SimpleNamespace(step=step)]))
 
 
 def test_rounds_are_read_from_the_ledger_and_their_times_from_the_losses() -> None:
