@@ -14,6 +14,7 @@ import re
 import shutil
 import stat
 import sys
+import warnings
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +37,7 @@ _NO_EFFECT = {
 }
 _CONF_FLAGS = "--lease-ttl, --last-call, --settle, --join-timeout, --node-id, --etcd-ca, -cert, -key and -user"
 _ETCD_ONLY = ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user")
+_NO_SOURCE = (".pyc", ".pyz", ".zip")
 _NAME = re.compile(r"[^\s/\x00-\x1f\x7f]{1,128}")
 
 
@@ -72,10 +74,10 @@ def _check_target(given: Given, environ: Mapping[str, str]) -> None:
         if shutil.which(name, path=environ.get("PATH")) is None:
             raise UsageError(f"program {name!r} (--no-python) is not an executable file, here or in PATH")
     else:
-        _check_script(name)
+        _check_script(name, environ)
 
 
-def _check_script(name: str) -> None:
+def _check_script(name: str, environ: Mapping[str, str]) -> None:
     found = _look(f"script {name!r}", name, is_needed=True)
     if found is None:
         raise UsageError(f"script {name!r} does not exist (in {Path.cwd()})")
@@ -85,6 +87,30 @@ def _check_script(name: str) -> None:
         main = _look(f"script {name!r}", Path(name) / "__main__.py", is_needed=True)
         if main is None or not stat.S_ISREG(main.st_mode):
             raise UsageError(f"script {name!r} is a directory without a __main__.py")
+        _check_syntax(str(Path(name) / "__main__.py"), environ)
+    elif stat.S_ISREG(found.st_mode):  # what comes through a pipe can be read only once
+        _check_syntax(name, environ)
+
+
+def _check_syntax(name: str, environ: Mapping[str, str]) -> None:
+    """Every worker would fail by it, each time. What another interpreter makes of the script is not known here."""
+    if environ.get("PYTHON_EXEC") or name.endswith(_NO_SOURCE):
+        return
+    try:
+        source = Path(name).read_bytes()
+    except OSError:
+        return  # the workers say so, and are tried again
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(source, name, "exec", dont_inherit=True)
+    except SyntaxError as exc:
+        line = f", line {exc.lineno}" if exc.lineno else ""
+        raise UsageError(f"script {name!r}{line}: {type(exc).__name__}: {exc.msg}") from exc
+    except ValueError as exc:  # a NUL, for some versions of Python
+        raise UsageError(f"script {name!r}: {exc}") from exc
+    except (RecursionError, MemoryError):
+        return  # a worker's stack may be deeper
 
 
 def _check_module(name: str, environ: Mapping[str, str]) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,40 @@ def test_a_wrong_command_line_is_refused_by_name(argv: list[str], message: str) 
     with pytest.raises(UsageError, match=message) as caught:
         loaded(*argv)
     assert "\n" not in str(caught.value)
+
+
+BROKEN: list[tuple[bytes, str]] = [
+    (b"import sys\n\ndef main(:\n", r"script 'wrong\.py', line 3: SyntaxError: invalid syntax"),
+    (b"x = 1\n  y = 2\n", r"script 'wrong\.py', line 2: IndentationError: unexpected indent"),
+    (b"x = 1\0\n", r"script 'wrong\.py'.*null bytes"),
+    (b"x = '\xff'\n", r"script 'wrong\.py'.*SyntaxError: .*'utf-8'"),
+]
+
+
+@pytest.mark.parametrize(("source", "message"), BROKEN)
+def test_a_script_that_python_cannot_compile_is_refused_with_its_line(source: bytes, message: str) -> None:
+    Path("wrong.py").write_bytes(source)
+    with pytest.raises(UsageError, match=message) as caught:
+        loaded("wrong.py")
+    assert "\n" not in str(caught.value)
+    Path("app").mkdir()
+    Path("wrong.py").rename("app/__main__.py")
+    with pytest.raises(UsageError, match=message.replace("wrong", "app/__main__")):
+        loaded("app")
+
+
+def test_a_script_is_compiled_and_not_run_and_only_where_this_python_runs_it() -> None:
+    Path("train.py").write_text("open('was-run', 'w')\npattern = '\\d'  # Python warns of it\n")
+    Path("wrong.py").write_text("def main(:\n")
+    Path("wrong.py").chmod(0o755)
+    Path("app.pyz").write_bytes(b"PK\0")
+    before = list(sys.path), set(sys.modules)
+    loaded("train.py")
+    assert (list(sys.path), set(sys.modules)) == before
+    assert not Path("was-run").exists()
+    loaded("wrong.py", PYTHON_EXEC="python2")
+    loaded("--no-python", "./wrong.py")
+    loaded("app.pyz")
 
 
 @pytest.mark.parametrize(
