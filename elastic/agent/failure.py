@@ -21,6 +21,7 @@ from elastic.status import FailureStatus
 _LOG_LINES = 20
 _TOLD_CHARACTERS = 4000  # of the beginning, and of the end
 _LOG_BYTES = 8192
+_LINE_CHARACTERS = 200  # of a first line that was put together
 _OOM_HINT = (
     "`dmesg` for whose limit was full, the host's or the cgroup's (memory.max); fewer loader workers, a smaller "
     "micro_batch_size"
@@ -53,6 +54,19 @@ def _cut(text: str) -> str:
         return text
     left_out = len(text) - 2 * _TOLD_CHARACTERS
     return f"{text[:_TOLD_CHARACTERS]} ... ({left_out:,} characters left out) ... {text[-_TOLD_CHARACTERS:]}"
+
+
+def in_one_line(message: str) -> str:
+    """What an exception says, for summaries: its first line, and after a colon what comes below it."""
+    first, *rest = message.splitlines() or [""]
+    for line in rest:
+        is_whole = not first.rstrip().endswith(":") or len(first) >= _LINE_CHARACTERS
+        if is_whole or line.startswith("Traceback (most recent call last)"):
+            break
+        if line.strip():
+            joined = f"{first.rstrip()} {line.strip()}"
+            first = joined if len(joined) <= _LINE_CHARACTERS else f"{joined[:_LINE_CHARACTERS]}..."
+    return first
 
 
 @functools.lru_cache(maxsize=64)  # asked for in each pass
@@ -135,7 +149,8 @@ def describe(worker: Worker, node_id: str, oom_kills_before: int) -> FailureStat
             reason, message, hint = "out of memory", "killed by the kernel's OOM killer", _OOM_HINT
     elif was_oom:
         hint = f"the kernel's OOM killer has killed a process of this job meanwhile: {_OOM_HINT}"
-    message = message or f"exited with {code}"
+    first = in_one_line(message) or f"exited with {code}"
+    rest = "\n".join(message.splitlines()[1:])
     look = f"look at: {hint}" if hint else ""
     return FailureStatus(
         rank=worker.plan.rank,
@@ -143,7 +158,7 @@ def describe(worker: Worker, node_id: str, oom_kills_before: int) -> FailureStat
         reason=reason,
         exit_code=code if code >= 0 else None,
         signal=name,
-        message="\n".join(part for part in (message, look, callstack) if part),
+        message="\n".join(part for part in (first, rest, look, callstack) if part),
         log=last_lines(worker.plan.stderr, worker.plan.stdout),
     )
 

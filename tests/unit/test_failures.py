@@ -53,6 +53,26 @@ def test_an_error_says_what_to_look_at(message: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("ValueError: bad item\nitem 7", "ValueError: bad item"),
+        (
+            'RuntimeError: Error(s) in loading state_dict for Linear:\n\tMissing key(s): "weight". \n\tUnexpected',
+            'RuntimeError: Error(s) in loading state_dict for Linear: Missing key(s): "weight".',
+        ),
+        ("ValueError: \n\n  two things:\n  one", "ValueError: two things: one"),
+        (f"ValueError: sizes:\n{'x' * 999}\nmore", f"ValueError: sizes: {'x' * 181}..."),
+        (f"ValueError: {'x' * 300}:\nmore", f"ValueError: {'x' * 300}:"),
+        ("Raised: -- Process 1:\nTraceback (most recent call last):\n  File", "Raised: -- Process 1:"),
+        ("ValueError:", "ValueError:"),
+        ("", ""),
+    ],
+)
+def test_the_line_that_sums_an_error_up_does_not_end_where_the_matter_begins(message: str, line: str) -> None:
+    assert failure.in_one_line(message) == line
+
+
+@pytest.mark.parametrize(
     ("message", "is_one"),
     [
         ("BrokenPipeError: [Errno 32] Broken pipe", False),
