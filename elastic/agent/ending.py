@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 
+from elastic.config import JobConfig
 from elastic.errors import ElasticError, ExitCode
 from elastic.status import FailureStatus
 
@@ -33,8 +34,9 @@ class Ending:
     last_words: str
 
 
-def say_how_it_ended(ending: Ending, checkpoint_dir: str | None) -> None:
+def say_how_it_ended(ending: Ending, config: JobConfig) -> None:
     """The last line of the log."""
+    checkpoint_dir = config.checkpoint_dir
     code, applied, on_disk = ending.exit_code, ending.applied_step, ending.committed_step
     place = f" in {checkpoint_dir}" if checkpoint_dir else ""
     newest = f"step {on_disk} is the newest that is committed{place}" if on_disk >= 0 else "nothing was committed"
@@ -49,12 +51,10 @@ def say_how_it_ended(ending: Ending, checkpoint_dir: str | None) -> None:
     elif code is ExitCode.DRAINED:
         logger.info("the job was stopped; %s", ending.last_words)
     elif code is ExitCode.STEPS_LOST:
-        logger.error(
-            "stopped at step %d, and %s: what lies between is trained again, unless other nodes of the job have it in "
-            "memory and go on",
-            applied,
-            newest,
-        )
+        lost = "what lies between" if on_disk >= 0 else "what was trained"
+        others = ", unless other nodes of the job have it in memory and go on" if config.max_nodes > 1 else ""
+        remedy = "" if checkpoint_dir or on_disk >= 0 else "; give --checkpoint-dir to keep it"
+        logger.error("stopped at step %d, and %s: %s is trained again%s%s", applied, newest, lost, others, remedy)
     elif ending.error is not None:
         logger.error("the job has failed here: %s", ending.error)
     elif ending.cause:

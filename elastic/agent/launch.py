@@ -78,7 +78,7 @@ def _run(config: JobConfig, notifier: Notifier, mailbox: Mailbox, start: Start, 
         agent.run()
         ending = agent.ending()
         life.end(ending.exit_code)
-        say_how_it_ended(ending, config.checkpoint_dir)
+        say_how_it_ended(ending, config)
         return int(ending.exit_code)
 
 
