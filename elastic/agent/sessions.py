@@ -51,10 +51,8 @@ class Sessions:
     @property
     def last_words(self) -> str:
         """What a job has come to that was stopped with no step known of."""
-        if self._scripts:
-            return "its workers have no session, so only they know what they have saved"
-        if self._were_started and not self._with_session:
-            return "none of its workers had opened a session yet; those that need none alone know what they have saved"
+        if self._scripts or (self._were_started and not self._with_session):
+            return "its script had opened no session: without one, it goes on from its own last save"
         return "training had not begun yet: run it again to go on"
 
     def _warn(self, workers: Sequence[Worker], now: float) -> None:
