@@ -16,7 +16,6 @@ logger = logging.getLogger(__name__)
 _SCRIPT_SECONDS = 10.0  # who has no session by then counts as running, though it may import still
 _AGAIN_SECONDS = 5.0  # the same where it had none in an earlier round
 _WARM_SECONDS = 2.0  # and has been a standby now
-_WARN_SECONDS = 60.0
 
 
 class Sessions:
@@ -41,7 +40,7 @@ class Sessions:
                 worker.counts_as_running = True
             worker.counts_as_running |= bool(worker.progress.in_loop)
         if self._useless:
-            self._warn(workers, now)
+            self._warn(workers)
 
     def _patience(self, worker: Worker) -> float:
         if worker.plan.local_rank not in self._scripts:
@@ -55,24 +54,27 @@ class Sessions:
             return "its script had opened no session: without one, it goes on from its own last save"
         return "training had not begun yet: run it again to go on"
 
-    def _warn(self, workers: Sequence[Worker], now: float) -> None:
-        silent = [w for w in workers if w.is_alive and not w.progress.pid and now - w.started_at > _WARN_SECONDS]
+    def _warn(self, workers: Sequence[Worker]) -> None:
+        silent = [worker for worker in workers if worker.plan.local_rank in self._scripts]
         if not silent:
             return
         logger.warning(
-            "rank %d has no session (elastic.session(), or the Trainer): %s",
+            "rank %d has opened no session so far: %s no effect until it does (elastic.session(), or the Trainer)",
             silent[0].plan.rank,
-            "; ".join(self._useless),
+            self._useless,
         )
-        self._useless = ()
+        self._useless = ""
 
 
-def _what_needs_one(config: JobConfig) -> tuple[str, ...]:
-    """The settings that do nothing for a script without a session, in words."""
-    found = []
-    if config.checkpoint_dir:
-        names = "--checkpoint-dir and --checkpoint-every have" if config.checkpoint_every else "--checkpoint-dir has"
-        found.append(f"{names} no effect, it saves what it saves by itself")
-    if config.hang_timeout_seconds:
-        found.append("--hang-timeout has no effect, nothing tells whether it gets on")
-    return tuple(found)
+def _what_needs_one(config: JobConfig) -> str:
+    """The flags that were given and do nothing for a script without a session, with their verb; empty: none."""
+    given = {
+        "--checkpoint-dir": config.checkpoint_dir,
+        "--checkpoint-every": config.checkpoint_every,
+        "--memory-every": config.memory_every,
+        "--hang-timeout": config.hang_timeout_seconds,
+    }
+    flags = [flag for flag, value in given.items() if value]
+    if len(flags) < 2:
+        return "".join(f"{flag} has" for flag in flags)
+    return f"{', '.join(flags[:-1])} and {flags[-1]} have"

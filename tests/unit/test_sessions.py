@@ -56,26 +56,30 @@ def test_who_opens_its_session_late_does_not_go_back_to_starting_and_is_waited_f
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (SCRIPT, []),
-        (JobConfig(script="a", checkpoint_dir="/c"), ["--checkpoint-dir has no effect"]),
+        (SCRIPT, ""),
+        (JobConfig(script="a", checkpoint_dir="/c"), "--checkpoint-dir has no effect"),
         (
             JobConfig(script="a", checkpoint_dir="/c", checkpoint_every="10s", hang_timeout_seconds=9.0),
-            ["--checkpoint-dir and --checkpoint-every have no effect", "--hang-timeout has no effect"],
+            "--checkpoint-dir, --checkpoint-every and --hang-timeout have no effect",
         ),
+        (JobConfig(script="a", memory_every=5, hang_timeout_seconds=9.0), "--memory-every and --hang-timeout have no"),
     ],
 )
 def test_settings_that_need_a_session_are_warned_of_once_where_there_is_none(
-    config: JobConfig, words: list[str], caplog: pytest.LogCaptureFixture
+    config: JobConfig, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sessions = Sessions(config)
-    sessions.look([worker(0, OPENED), worker(1)], 59.0)
+    sessions, late = Sessions(config), worker(1)
+    sessions.look([worker(0, OPENED), late], 9.0)
     assert not caplog.messages
-    for now in (61.0, 62.0):
-        sessions.look([worker(0, OPENED), worker(1)], now)
+    for now in (11.0, 12.0):
+        sessions.look([worker(0, OPENED), late], now)
+    late.progress = OPENED
+    sessions.look([late], 13.0)
+    sessions.look([worker(1)], 99.0)
     assert len(caplog.messages) == bool(words)
-    for part in words:
-        assert part in caplog.messages[0]
-        assert "rank 1 has no session" in caplog.messages[0]
+    if words:
+        assert caplog.messages[0].startswith(f"rank 1 has opened no session so far: {words}")
+        assert "no effect until it does" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(
