@@ -27,7 +27,7 @@ _ACTS_PER_PASS = 8
 _COMPARED_MEMBERS = 100
 _GHOST_SECONDS = 1.0  # beyond its ttl: by then the store has ended the lease of a node that is dead
 _NEWS_SECONDS = 0.3  # between two pieces of news: each goes to every node
-_NEWS_SECONDS_PER_NODE = 0.001  # more, and before each: what has passed by then need not be told to a thousand nodes
+_NEWS_SECONDS_PER_NODE = 0.004  # more, and before each: what has passed by then need not be told to a thousand nodes
 
 Post = Callable[[Callable[[], None]], None]
 
