@@ -92,7 +92,7 @@ def _prepare(
         keep_open = stack.enter_context(_lock_checkpoints(config, instance, start))
         sweep(Finder(config, pause=start.pause))
         memory_dir = stack.enter_context(memory)
-        if memory_dir is not None and config.checkpoint_dir is not None:
+        if memory_dir is not None:
             note_owner(Path(memory_dir), config)
         checkpoints = f"--checkpoint-dir {config.checkpoint_dir}"
         highest = start.reach(checkpoints, lambda: highest_round(config.checkpoint_dir))

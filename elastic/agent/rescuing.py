@@ -48,6 +48,16 @@ class _Result:
     is_settled: bool = False
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Notes:
+    """Whose memory it is. `place`: the directory however it is spelled; `seconds`: that a save may take."""
+
+    run_id: str
+    directory: str
+    place: str
+    seconds: float
+
+
 class Rescue:
     """Of one agent, at its end."""
 
@@ -113,9 +123,15 @@ class Rescue:
 
 def note_owner(folder: Path, config: JobConfig) -> None:
     """Whose memory it is, for who finds it without its agent. At the start, when there is room for it."""
-    notes = {"run_id": config.run_id, "directory": config.checkpoint_dir, "seconds": config.drain_grace_seconds}
+    directory = config.checkpoint_dir
+    if directory is None:
+        return
+    # The place is looked for now: who finds the memory may be another job, and this file server be away by then.
+    notes = _Notes(
+        run_id=config.run_id, directory=directory, place=_place(directory), seconds=config.drain_grace_seconds
+    )
     try:
-        (folder / _OWNER_LATER).write_text(json.dumps(notes))
+        (folder / _OWNER_LATER).write_text(json.dumps(dataclasses.asdict(notes)))
         if config.max_nodes == 1:
             begin_rescue(folder)
     except OSError as exc:
@@ -143,19 +159,19 @@ class Finder:
         notes = _read_notes(folder)
         if notes is None:
             return True
-        run_id, directory, seconds = notes
         (folder / _RESCUING).touch()
-        is_ours = self._is_ours(directory)
-        if self._config is not None and not is_ours:
-            seconds = min(seconds, _FOREIGN_SECONDS)
-        deadline = time.monotonic() + seconds
-        save = partial(_save, folder, directory, run_id, deadline=deadline, is_alone=True, is_patient=is_ours)
+        is_ours = self._is_ours(notes)
+        is_foreign = self._config is not None and not is_ours
+        deadline = time.monotonic() + (min(notes.seconds, _FOREIGN_SECONDS) if is_foreign else notes.seconds)
+        save = partial(
+            _save, folder, notes.directory, notes.run_id, deadline=deadline, is_alone=True, is_patient=is_ours
+        )
         saving = _begin(save)
         while not saving.done() and time.monotonic() < deadline:
             self._pause(_POLL_LEFT_SECONDS)
         result = saving.result() if saving.done() else _Result()
         if not result.is_settled:
-            _keep(folder, run_id, directory)
+            _keep(folder, notes.run_id, notes.directory)
             if is_ours:
                 logger.warning(
                     "this start goes on from what is on disk: to have that step, stop it and see to the disk"
@@ -165,29 +181,28 @@ class Finder:
     def waits_for(self, folder: Path) -> bool:
         """It is held by another process: whether that saves what our job is to go on from. Then a moment has passed."""
         notes = _read_notes(folder)
-        if notes is None or not (folder / _RESCUING).exists():
-            return False
-        _, directory, seconds = notes
-        if not self._is_ours(directory):
+        if notes is None or not (folder / _RESCUING).exists() or not self._is_ours(notes):
             return False
         if self._waits_until is None:
             logger.info(
-                "waiting for another process, which saves what memory alone holds of this job, up to %g s", seconds
+                "waiting for another process, which saves what memory alone holds of this job, up to %g s",
+                notes.seconds,
             )
-            self._waits_until = time.monotonic() + seconds
+            self._waits_until = time.monotonic() + notes.seconds
         if time.monotonic() >= self._waits_until:
             logger.warning("another process has not saved what lies in %s: going on without it", folder)
             return False
         self._pause(_POLL_LEFT_SECONDS)
         return True
 
-    def _is_ours(self, directory: str) -> bool:
-        """Whether our job is to go on from there, however it is spelled."""
-        return self._config is not None and _place(self._config.checkpoint_dir) == _place(directory)
+    def _is_ours(self, notes: _Notes) -> bool:
+        """Whether our job is to go on from there."""
+        directory = self._config.checkpoint_dir if self._config is not None else None
+        return directory is not None and _place(directory) == notes.place
 
 
-def _place(directory: str | None) -> str | None:
-    local = own_checkpoints("storage").local_path(directory) if directory is not None else None
+def _place(directory: str) -> str:
+    local = own_checkpoints("storage").local_path(directory)
     return directory if local is None else os.path.realpath(local)
 
 
@@ -215,14 +230,19 @@ def _what(folder: str | Path | None, run_id: str) -> str:
     return "what memory alone holds"
 
 
-def _read_notes(folder: Path) -> tuple[str, str, float] | None:
-    """Run id, directory, and how long a save may take; None: there is nothing to save."""
+def _read_notes(folder: Path) -> _Notes | None:
+    """None: there is nothing to save."""
     try:
-        notes = json.loads((folder / _OWNER).read_text())
-        run_id, directory, seconds = notes["run_id"], notes["directory"], float(notes["seconds"])
-    except (OSError, ValueError, TypeError, KeyError):
+        told = json.loads((folder / _OWNER).read_text())
+        notes = _Notes(
+            run_id=told["run_id"],
+            directory=told["directory"],
+            place=told.get("place", told["directory"]),
+            seconds=float(told["seconds"]),
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    return (run_id, directory, seconds) if isinstance(run_id, str) and isinstance(directory, str) else None
+    return notes if all(isinstance(name, str) for name in (notes.run_id, notes.directory, notes.place)) else None
 
 
 def _begin(save: Callable[[], _Result], ended: Callable[[], None] = lambda: None) -> Future[_Result]:
