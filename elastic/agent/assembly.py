@@ -15,6 +15,7 @@ from elastic.config import JobConfig, program_of, shared_settings
 from elastic.errors import UsageError
 from elastic.own_checkpoints import own_checkpoints
 from elastic.passing import is_away, lacks_room
+from elastic.rendezvous.etcd_config import endpoint_name
 from elastic.rendezvous.lease import FENCE_SHARE
 from elastic.rendezvous.membership import Membership
 from elastic.rendezvous.round import Budget, Limits, Node
@@ -60,7 +61,7 @@ def http_address(host: str, port: int, node_addr: str) -> str:
         host = node_addr
     elif _is_loopback(host) and not _is_loopback(node_addr):
         return ""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return endpoint_name((host, port))
 
 
 def _is_loopback(host: str) -> bool:

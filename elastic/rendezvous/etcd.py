@@ -2,8 +2,8 @@
 
 Of etcd3 it takes the client with its channel, and the generated messages. The client's own methods are left aside: they
 drop the reason of an error and the revision of an answer, its watcher spins while etcd is away, its locks do not work.
-Owns: messages to and from our values, one attempt of each call. Failover, retries and the threads of
-watches are not here.
+Owns: messages to and from our values, one attempt of each call. Failover, retries and the threads of watches are not
+here.
 """
 
 from __future__ import annotations

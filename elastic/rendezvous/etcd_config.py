@@ -53,7 +53,7 @@ def parse_endpoints(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def endpoint_name(endpoint: tuple[str, int]) -> str:
-    """As --rdzv-endpoint has it."""
+    """HOST:PORT as --rdzv-endpoint and a URL have it: an address of IPv6 in brackets."""
     host, port = endpoint
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
