@@ -46,17 +46,20 @@ class JsonFormatter(logging.Formatter):
         return (priority(record) if self._is_journal else "") + json.dumps(line, ensure_ascii=False)
 
 
+_in_use: list[JsonFormatter] = []  # the handlers may be out of sight: a thread may serve them
+
+
 def log_as_json(*, run_id: str, node_id: str) -> None:
     """From now on the handlers of our loggers write JSON."""
     handlers = {handler for name in LOGGERS for handler in logging.getLogger(name).handlers}  # they share one
     for handler in handlers:
         is_journal = isinstance(handler.formatter, JournalFormatter)
-        handler.setFormatter(JsonFormatter(run_id=run_id, node_id=node_id, is_journal=is_journal))
+        formatter = JsonFormatter(run_id=run_id, node_id=node_id, is_journal=is_journal)
+        handler.setFormatter(formatter)
+        _in_use.append(formatter)
 
 
 def name_node(node_id: str) -> None:
     """The node is called that from now on: a live duplicate had the id that was configured."""
-    for name in LOGGERS:
-        for handler in logging.getLogger(name).handlers:
-            if isinstance(handler.formatter, JsonFormatter):
-                handler.formatter.node_id = node_id
+    for formatter in _in_use:
+        formatter.node_id = node_id

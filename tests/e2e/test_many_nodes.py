@@ -7,6 +7,7 @@ torch, but for the last test, which trains and proves by its ledger that no samp
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -284,7 +285,7 @@ def test_who_is_over_max_is_a_spare_until_a_seat_is_free_and_ends_with_the_job(
     nodes.start("a", "b")
     status = nodes.wait_running(2)
     nodes.start("c")
-    nodes.start("again", node_id="b")  # the job still runs, and so does the node of this id
+    (again,) = nodes.start("again", node_id="b", PET_LOG_FORMAT="json")  # the node of this id still runs
     nodes.wait(lambda s: s["state"] == "spare", "c", "again")
     assert nodes.wait(lambda s: True, "again")[0]["node_id"] == "b-2"
     assert nodes.wait_running(2, "a", "b")["round"] == status["round"], "a spare disturbs nobody"
@@ -298,6 +299,8 @@ def test_who_is_over_max_is_a_spare_until_a_seat_is_free_and_ends_with_the_job(
     nodes.state_file.write_text(str(STEPS - 5))
     kill_a_worker(nodes.jobs["b"])
     assert nodes.ends() == {"b": 0, "c": 0, "again": 0}, nodes.output
+    told = [json.loads(line)["node_id"] for line in again.output.splitlines() if line.startswith("{")]
+    assert told[-1] == "b-2", again.output
 
 
 def test_a_wrong_password_is_refused_at_once(tmp_path: Path, make_nodes: Callable[..., Nodes]) -> None:
