@@ -68,11 +68,11 @@ class Chronicle:
             self.ended_at = now
         if is_same:
             return
-        old = {(m.node_id, m.join) for m in before.members} if before is not None else set()
-        lives_on = before is not None and before.incarnation == taken.incarnation
-        seats = [(member.node_id, member.join) for member in taken.members]
-        known = {seat: self.let_in[seat] for seat in seats if seat in self.let_in}
-        self.let_in = {**{seat: now for seat in seats if lives_on and seat not in old}, **known}
+        seats = {(member.node_id, member.join) for member in taken.members}
+        self.let_in = {seat: since for seat, since in self.let_in.items() if seat in seats}
+        if before is not None and before.incarnation == taken.incarnation:
+            old = {(member.node_id, member.join) for member in before.members}
+            self.let_in = {**dict.fromkeys(seats - old, now), **self.let_in}
 
     def take_leader(self, entry: Entry | None, revision: int) -> bool:
         """What `leader` was at `revision`; returns whether that is new."""

@@ -7,7 +7,7 @@ import logging
 
 from elastic.rendezvous.identity import Claim, Identity, judge
 from elastic.rendezvous.records import Keys, NodeRecord
-from elastic.rendezvous.store import Entry, Store
+from elastic.rendezvous.store import Entry, Snapshot, Store
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +41,19 @@ class Claimant:
     def node_id(self) -> str:
         return self._wanted if self._number == 1 else f"{self._wanted}-{self._number}"
 
-    def claim(self, now: float, lease: int) -> Claimed:
-        """`lease` is the one that the key is to be under. Raises: StoreUnavailableError, StoreRefusedError."""
+    @property
+    def key(self) -> str:
+        """Of the id that is looked at next."""
+        return self._keys.node(self.node_id)
+
+    def claim(self, now: float, lease: int, seen: Snapshot | None = None) -> Claimed:
+        """`lease` is the one that the key is to be under; `seen` a read of `key` that was made just now.
+
+        Raises: StoreUnavailableError, StoreRefusedError.
+        """
         while True:
-            key = self._keys.node(self.node_id)
-            snapshot = self._store.read(key)
+            key = self.key
+            snapshot, seen = seen or self._store.read(key), None
             entry = snapshot.get(key)
             if entry is None:
                 self._unsure_since = None

@@ -9,6 +9,7 @@ here.
 from __future__ import annotations
 
 import contextlib
+import queue
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -119,20 +120,13 @@ class Connection:
         with contextlib.suppress(NotFoundError):
             self._call(self._revoke, rpc.LeaseRevokeRequest(ID=lease_id), deadline)
 
-    def watch(self, keys: Sequence[str], prefix: bool, start_revisions: Sequence[int]) -> _Stream:
-        """What the store says of each key from its start revision on; in one stream, for each has a thread that wakes.
+    def watch(self) -> _Stream:
+        """A stream that can be asked for keys.
 
         The server ends it when it has lost its leader: the silence of a member that is cut off would look like peace.
         """
-        requests = [rpc.WatchRequest() for _ in keys]
-        for request, key, start_revision in zip(requests, keys, start_revisions, strict=True):
-            create = request.create_request
-            create.key, create.range_end = key.encode(), _range_end(key, prefix)
-            create.start_revision = start_revision
-            create.progress_notify = True  # moves the revision of a quiet watch past the next compaction
-        metadata = (*self._metadata, ("hasleader", "true"))
         try:
-            return _Stream(self, self._watch(iter(requests), metadata=metadata))
+            return _Stream(self, (*self._metadata, ("hasleader", "true")))
         except ValueError as exc:
             raise NotAppliedError(f"the connection to {self.name} was closed") from exc
 
@@ -187,9 +181,10 @@ class Connection:
 class _Stream:
     """A watch on the wire; see `etcd_watch.Stream`."""
 
-    def __init__(self, connection: Connection, call: Any) -> None:
+    def __init__(self, connection: Connection, metadata: tuple[tuple[str, str], ...]) -> None:
         self._connection = connection
-        self._call = call
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()  # None: there will be no more
+        self._call = connection._watch(iter(self._requests.get, None), metadata=metadata)
         connection._streams.add(self)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -199,8 +194,22 @@ class _Stream:
         except grpc.RpcError as exc:
             raise self._connection._translated(exc) from exc
 
+    def request(self, key: str, prefix: bool, start_revision: int) -> None:
+        request = rpc.WatchRequest()
+        create = request.create_request
+        create.key, create.range_end = key.encode(), _range_end(key, prefix)
+        create.start_revision = start_revision
+        create.progress_notify = True  # moves the revision of a quiet watch past the next compaction
+        self._requests.put(request)
+
+    def release(self, watch_id: int) -> None:
+        request = rpc.WatchRequest()
+        request.cancel_request.watch_id = watch_id
+        self._requests.put(request)
+
     def cancel(self) -> None:
         self._connection._streams.discard(self)
+        self._requests.put(None)  # the thread that sends them ends
         self._call.cancel()
 
 
@@ -244,7 +253,7 @@ def _batch(answer: Any) -> Batch:
         entry = None if event.type else _entry(event.kv)  # 0 is PUT, 1 is DELETE
         events.append(Event(key=event.kv.key.decode(), revision=event.kv.mod_revision, entry=entry))
     return Batch(
-        place=answer.watch_id,  # given out in the order of the requests, from 0
+        watch_id=answer.watch_id,
         created=answer.created,
         revision=answer.header.revision,
         compacted=answer.compact_revision,

@@ -17,7 +17,7 @@ import tenacity
 from elastic.errors import StoreUnavailableError
 from elastic.rendezvous.etcd_config import Counters, EtcdConfig
 from elastic.rendezvous.etcd_endpoints import Endpoints, Link
-from elastic.rendezvous.etcd_watch import EtcdWatch
+from elastic.rendezvous.etcd_watch import EtcdWatch, Watches
 from elastic.rendezvous.store import Compare, Delete, Event, Lease, Outcome, Put, Snapshot
 from elastic.rendezvous.transact import Answer, NotAppliedError, Transactor
 
@@ -45,16 +45,19 @@ class EtcdStore:
     """A `Store`. One attempt of a call takes at most a third of `timeout_seconds`, the call ends within it."""
 
     def __init__(
-        self, endpoints: Endpoints, timeout_seconds: float, counters: Counters, *, owns_endpoints: bool = True
+        self, endpoints: Endpoints, timeout_seconds: float, counters: Counters, *, shared: Watches | None = None
     ) -> None:
+        """`shared`: the watches of the store that owns the endpoints, where it is not this one."""
         self._endpoints = endpoints
-        self._owns_endpoints = owns_endpoints
+        self._owns_endpoints = shared is None
         self._timeout_seconds = timeout_seconds
         self._attempt_seconds = timeout_seconds / 3
         self._counters = counters
-        self._transactor = Transactor(self._commit, self._retrying)
-        self._watches: list[EtcdWatch] = []
+        self._all_watches = shared or Watches(self._borrow_for_watch, self._attempt_seconds)
+        self._own_watches: list[EtcdWatch] = []
         self._closed = threading.Event()
+        self._retrying = self._policy()
+        self._transactor = Transactor(self._commit, self._retrying)
 
     def read(self, key: str, *more: str, prefix: bool = False) -> Snapshot:
         return self._retried(lambda connection, deadline: connection.read((key, *more), prefix, deadline))
@@ -99,17 +102,10 @@ class EtcdStore:
             self._counters.add("gaps")
             on_gap()
 
-        watch = EtcdWatch(
-            keys,
-            prefix=prefix,
-            after_revision=after_revision,
-            on_events=on_events,
-            on_gap=gap,
-            borrow=self._borrow_for_watch,
-            timeout_seconds=self._attempt_seconds,
+        watch = self._all_watches.add(
+            keys, prefix=prefix, after_revision=after_revision, on_events=on_events, on_gap=gap
         )
-        self._watches = [*(other for other in self._watches if not other.closed), watch]
-        watch.start()
+        self._own_watches = [*(other for other in self._own_watches if not other.closed), watch]
         return watch
 
     def counters(self) -> Mapping[str, int]:
@@ -120,20 +116,21 @@ class EtcdStore:
 
         Closing it ends its own watches; the connection is closed with this one.
         """
-        return EtcdStore(self._endpoints, self._timeout_seconds, self._counters, owns_endpoints=False)
+        return EtcdStore(self._endpoints, self._timeout_seconds, self._counters, shared=self._all_watches)
 
     def close(self) -> None:
         self._closed.set()
         if self._owns_endpoints:
             self._endpoints.close()
-        for watch in self._watches:
+            self._all_watches.close()
+        for watch in self._own_watches:
             watch.close()
 
     def _commit(self, compares: Sequence[Compare], operations: Sequence[Put | Delete], peek: str | None) -> Answer:
         return self._once(lambda connection, deadline: connection.commit(compares, operations, peek, deadline))
 
     def _retried(self, act: Callable[[Connection, float], T]) -> T:
-        return cast("T", self._retrying()(self._once, act))
+        return cast("T", self._retrying(self._once, act))
 
     def _once(
         self,
@@ -160,7 +157,7 @@ class EtcdStore:
         with self._endpoints.use(time.monotonic() + self._attempt_seconds) as link:
             yield cast("Connection", link)
 
-    def _retrying(self) -> tenacity.Retrying:
+    def _policy(self) -> tenacity.Retrying:
         """Attempts begin within two thirds of the timeout, so that the last one ends within it."""
         return tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(StoreUnavailableError),

@@ -12,7 +12,7 @@ from elastic.rendezvous.claim import Claimant
 from elastic.rendezvous.identity import Identity
 from elastic.rendezvous.records import Keys, NodeRecord
 from elastic.rendezvous.round import Node
-from elastic.rendezvous.store import Compare, Entry, Lease, Outcome, Put, Store
+from elastic.rendezvous.store import Compare, Entry, Lease, Outcome, Put, Snapshot, Store
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +67,15 @@ class Holding:
         self.lease = 0  # that the key is under
         self._recorded: tuple[Node | None, str] = (None, "")  # and its record
 
-    def hold(self, now: float) -> float | None:
+    @property
+    def wanted_key(self) -> str:
+        """That `hold` looks at before it is this node's."""
+        return self._claimant.key
+
+    def hold(self, now: float, seen: Snapshot | None = None) -> float | None:
         """Have a lease, and under it a key that says what this node is. Returns when to look again.
 
+        `seen`: a read of `wanted_key` that was made just now, and need not be made again.
         Raises: LeaseGoneError; StoreUnavailableError, also where a write's fate is not known.
         """
         if not self.lease:
@@ -77,7 +83,7 @@ class Holding:
             self.keeper = self._make_keeper(lease, lambda: self._on_lost(lease.id))  # or the lease ends by itself
             self.lease = lease.id
         if self.entry is None:
-            return self._claim(now)
+            return self._claim(now, seen)
         if self.node.join == 0:
             self.node = dataclasses.replace(self.node, join=self.entry.mod_revision)
         self.write()
@@ -125,9 +131,9 @@ class Holding:
             self._store.revoke(self.lease)
         self.forget()
 
-    def _claim(self, now: float) -> float | None:
+    def _claim(self, now: float, seen: Snapshot | None) -> float | None:
         """Create the key; a live duplicate keeps the id, and this node takes the next one."""
-        claimed = self._claimant.claim(now, self.lease)
+        claimed = self._claimant.claim(now, self.lease, seen)
         if claimed.again_at is not None:
             return claimed.again_at
         if claimed.entry is not None:  # a write of ours that had no answer

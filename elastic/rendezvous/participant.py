@@ -32,7 +32,7 @@ from elastic.rendezvous.mismatch import Mismatch
 from elastic.rendezvous.records import Keys, nodes_of
 from elastic.rendezvous.round import Node, Phase
 from elastic.rendezvous.state import State
-from elastic.rendezvous.store import Compare, Entry, Event, Outcome, Put, Store, Watch
+from elastic.rendezvous.store import Compare, Entry, Event, Outcome, Put, Snapshot, Store, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,8 @@ class Participant:
         self._is_going = True
 
     def _set(self, **changes: str | int | bool) -> None:
-        self._own.node = dataclasses.replace(self._own.node, **changes)  # type: ignore[arg-type]  # checked by name
+        if any(getattr(self._own.node, name) != value for name, value in changes.items()):
+            self._own.node = dataclasses.replace(self._own.node, **changes)  # type: ignore[arg-type]  # checked by name
 
     # What happens.
 
@@ -212,8 +213,9 @@ class Participant:
 
     def _pass(self, now: float) -> float | None:
         """One pass over everything that may be due, each step reading no more than it needs."""
+        seen = None
         if self._must_read or now - self._read_at >= self._settings.ttl_seconds:
-            self._read(now)
+            seen = self._read(now)
         due: list[float | None] = [self._read_at + self._settings.ttl_seconds]
         if self._breakage is not None:
             due.append(self._break(now))
@@ -225,7 +227,7 @@ class Participant:
             if self._seated <= self._own.node.after:  # else the leader knows it from the round
                 self._set(incarnation=self._incarnation)
             had_key = self._own.entry is not None
-            due.append(self._own.hold(now))
+            due.append(self._own.hold(now, seen))
             if not had_key:
                 self._note_seat()
                 if self._own.entry is not None:
@@ -237,11 +239,11 @@ class Participant:
 
     # Reading.
 
-    def _read(self, now: float) -> None:
-        """Read the two shared keys; the first time, watch them from there on."""
+    def _read(self, now: float) -> Snapshot:
+        """Read the two shared keys and the one that is to be this node's; the first time, watch the two from there."""
         is_first = self._watch is None
         takes = {self._keys.round: self._take_round, self._keys.leader: self._take_leader}
-        found = self._store.read(*takes)
+        found = self._store.read(*takes, self._own.wanted_key)
         if self._chronicle.is_newer_than(found.revision):
             logger.warning("node %s: etcd was put back to an older state: going on from that", self._own.node.node_id)
             self._chronicle.forget_revisions()
@@ -253,6 +255,7 @@ class Participant:
         self._must_read, self._read_at = False, now
         if is_first and self._settings.restarted and self._chronicle.round is not None:
             self._incarnation = self._chronicle.round.incarnation
+        return found
 
     def _watch_both(self, after: int, takes: Mapping[str, Callable[[Entry | None, int, bool], None]]) -> Watch:
         def told(events: Sequence[Event]) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import tenacity
@@ -48,12 +48,14 @@ class Commit(Protocol):
 class Transactor:
     """The `write` of a store, built on its way to send one transaction once.
 
-    `retrying` gives a fresh tenacity policy for each write; it decides how long an unanswered one is sent again.
+    `retrying`: the policy of all writes (tenacity's are safe from many threads); it decides how long an unanswered
+    one is sent again.
     """
 
-    def __init__(self, commit: Commit, retrying: Callable[[], tenacity.Retrying]) -> None:
+    def __init__(self, commit: Commit, retrying: tenacity.Retrying) -> None:
         self._commit = commit
         self._retrying = retrying
+        self._retrying_unsent = retrying.copy(retry=tenacity.retry_if_exception_type(NotAppliedError))
         self._lock = threading.Lock()  # one write with a nonce at a time: the next one compares what it wrote
         self._seen: dict[str, int] = {}  # nonce key -> its mod_revision as this writer last knew it
         self._has_complained = False
@@ -71,11 +73,10 @@ class Transactor:
         check_operations(operations)
         try:
             if nonce_key is None:
-                retrying = self._retrying().copy(retry=tenacity.retry_if_exception_type(NotAppliedError))
-                return _outcome(retrying(self._commit, compares, operations, None))
+                return _outcome(self._retrying_unsent(self._commit, compares, operations, None))
             with self._lock:
                 swap = _Swap(self, compares, operations, nonce_key, nonce_lease)
-                return self._retrying()(swap.attempt)
+                return self._retrying(swap.attempt)
         except StoreUnavailableError as exc:
             self._complain(str(exc))
             return Outcome.UNKNOWN, 0

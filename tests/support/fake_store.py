@@ -242,6 +242,7 @@ class FakeStore:
             )
         )
         self._watches: list[FakeWatch] = []
+        self._retrying = self._policy()
         self._transactor = Transactor(self._commit, self._retrying)
 
     def fail(self, operation: str, *fates: Fault | None) -> None:
@@ -250,7 +251,7 @@ class FakeStore:
 
     def read(self, key: str, *more: str, prefix: bool = False) -> Snapshot:
         keys = (key, *more)
-        found: Snapshot = self._retrying()(self._attempt, "read", lambda: self.server.snapshot(keys, prefix))
+        found: Snapshot = self._retrying(self._attempt, "read", lambda: self.server.snapshot(keys, prefix))
         return found
 
     def write(
@@ -266,14 +267,14 @@ class FakeStore:
         return outcome, revision
 
     def grant(self, ttl_seconds: int) -> Lease:
-        lease: Lease = self._retrying()(self._attempt, "grant", lambda: self.server.grant(ttl_seconds))
+        lease: Lease = self._retrying(self._attempt, "grant", lambda: self.server.grant(ttl_seconds))
         return lease
 
     def renew(self, lease_id: int, *, timeout_seconds: float | None = None) -> int:
         return self._attempt("renew", lambda: self.server.renew(lease_id))
 
     def revoke(self, lease_id: int) -> None:
-        self._retrying()(self._attempt, "revoke", lambda: self.server.revoke(lease_id))
+        self._retrying(self._attempt, "revoke", lambda: self.server.revoke(lease_id))
 
     def watch(
         self,
@@ -326,7 +327,7 @@ class FakeStore:
             return self._planned[operation].popleft()
         return self.faults(operation) if self.faults else None
 
-    def _retrying(self) -> tenacity.Retrying:
+    def _policy(self) -> tenacity.Retrying:
         def count(_: tenacity.RetryCallState) -> None:
             self._counts["retries"] += 1
 

@@ -1,18 +1,16 @@
 """Simulated agents of ours: real participants on real etcd, each under as much of an agent as has no workers.
 
 The agents of a process share one connection to etcd, for a connection each would measure the making of connections, and
-the threads of one loop. Their leases are renewed by the loop as well; their watches have a thread each, as always.
+the threads of one loop, which renews their leases as well. Each has its own watches, which etcd tells one by one; they
+come on the connection's one stream, as all watches of a connection do.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-
-import grpc._common
 
 from elastic.rendezvous.etcd_config import Counters, EtcdConfig
 from elastic.rendezvous.etcd_store import open_store
@@ -28,11 +26,8 @@ from tests.bench.rendezvous.loop import Loop
 from tests.bench.rendezvous.meter import Metered
 from tests.bench.rendezvous.sightings import Sightings
 
-_STACK_BYTES = 512 << 10  # two watches for each of hundreds of agents
-_WAKE_SECONDS = 10.0  # grpc's wait for a message ends ten times a second, to look for signals: nothing for one node,
-# but hundreds of threads that wake so often in one process do little else
 _TIMEOUT_SECONDS = 60.0  # of a call: here hundreds of nodes share a core, and an answer may have to wait for its turn
-_THREADS = 8  # of the loop: so many calls are in flight at once
+_THREADS = 4  # of the loop: so many calls are in flight at once; more of them wait for one another, and for one lock
 
 
 class Agent:
@@ -107,8 +102,6 @@ class Agents:
     """See `fleet.Party`."""
 
     def __init__(self, share: Share) -> None:
-        threading.stack_size(_STACK_BYTES)
-        grpc._common.MAXIMUM_WAIT_TIMEOUT = _WAKE_SECONDS
         self._share = share
         self._keys = Keys(share.run_id)
         self._counters = Counters()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -127,6 +128,7 @@ class Fleet:
 def serve(pipe: multiprocessing.connection.Connection, make: Callable[[Share], Party], share: Share) -> None:
     """A process: do what it is told until the coordinator is gone. Its failure goes to the coordinator."""
     sys.setswitchinterval(_SWITCH_SECONDS)
+    gc.disable()  # what hundreds of nodes keep would be looked through again and again, in one process
     with contextlib.suppress(EOFError, OSError):
         try:
             party = make(share)
