@@ -34,27 +34,24 @@ class Image:
         self.plan, self.memory = plan, memory
         header = plan.layout.header
         memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        self._rooms: list[tuple[int, slice | None, torch.Tensor]] = []
+        self._rooms: list[tuple[str, int, slice | None, torch.Tensor]] = []
         for piece, offset in zip(plan.layout.pieces, plan.layout.offsets, strict=True):
             tensor = plan.tensors[piece.tensor]
             room = memory[offset : offset + (piece.end - piece.begin) * tensor.itemsize]
             room = room.view(getattr(torch, tensor.dtype))
             if piece.begin == 0 and piece.end == tensor.elements:
-                self._rooms.append((piece.tensor, None, room.view(tensor.shape)))
+                self._rooms.append((tensor.name, piece.tensor, None, room.view(tensor.shape)))
             else:
-                self._rooms.append((piece.tensor, slice(piece.begin, piece.end), room))
+                self._rooms.append((tensor.name, piece.tensor, slice(piece.begin, piece.end), room))
 
     def moves(self, tensors: Sequence[torch.Tensor]) -> list[_Move]:
         """What is to be copied from where to where; `tensors` are in the order of the plan's table."""
-        return [
-            _Move(
-                name=self.plan.tensors[index].name,
-                live=tensors[index],
-                source=_plain(tensors[index]) if part is None else _plain(tensors[index]).reshape(-1)[part],
-                room=room,
-            )
-            for index, part, room in self._rooms
-        ]
+        moves = []
+        for name, index, part, room in self._rooms:
+            live = tensors[index]
+            source = live if not live.is_conj() and not live.is_neg() else live.resolve_conj().resolve_neg()
+            moves.append(_Move(name, live, source if part is None else source.reshape(-1)[part], room))
+        return moves
 
 
 class Copying:
@@ -65,7 +62,7 @@ class Copying:
 
     def __init__(self, moves: Sequence[_Move] = ()) -> None:
         self._moves = list(moves)
-        self._watched = [(move.name, move.live, move.live._version) for move in moves]
+        self._watched = [(name, live, live._version) for name, live, _, _ in moves]
         self._ready = {d: torch.cuda.current_stream(d).record_event() for d in _devices(moves)}
         self._lock = threading.Lock()
         self._done = self._settled = False
@@ -134,13 +131,15 @@ def fill(
     known = image is not None and image.plan is plan and image.memory.data_ptr() == memory.data_ptr()
     if image is None or not known:
         image = buffer.image = Image(plan, memory)
-    moves = image.moves(tensors)
-    later = [m.live.data_ptr() in steady and not m.live.is_inference() for m in moves]
-    now = [move for move, is_later in zip(moves, later, strict=True) if not is_later]
+    now: list[_Move] = []
+    later: list[_Move] = []
+    for move in image.moves(tensors):
+        live = move.live
+        (later if live.data_ptr() in steady and not live.is_inference() else now).append(move)
     _copy(now)
     for device in _devices(now):
         torch.cuda.current_stream(device).synchronize()
-    return Copying([move for move, is_later in zip(moves, later, strict=True) if is_later])
+    return Copying(later)
 
 
 def _copy(moves: Sequence[_Move]) -> None:
@@ -157,7 +156,3 @@ def _devices(moves: Sequence[_Move]) -> set[torch.device]:
 @functools.cache
 def _side_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor

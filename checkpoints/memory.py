@@ -33,7 +33,7 @@ from .image import Copying, StagedShare, fill
 from .plan import Planner, Snapshot
 from .slot import FREE, Mark, Slot, slot_bytes
 from .staging import GROWTH
-from .tree import Nested
+from .tree import Json, Nested
 
 logger = logging.getLogger(__name__)
 _FEWEST_SLOTS = 2
@@ -43,6 +43,7 @@ _INBOX_PREFIX = "received-"
 _TEXT_ROOM_BYTES = 1 << 20
 _INBOX_SECONDS = 2.0  # a gigabyte is freed in a tenth of one
 _RETRY_SECONDS = 30.0  # memory that is full may be so for a moment only
+_MARK_FIELDS = [field.name for field in dataclasses.fields(Mark)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,7 @@ class MemoryTier:
         self._lent: Slot | None = None
         self._newest: tuple[int, Slot, Copying] | None = None  # step kept last, until it is settled
         self._tables: tuple[str, str] = ("", "")  # digest and JSON of the newest plan
+        self._skeleton: tuple[Json, str] = (None, "")  # of the newest state, and its JSON
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-memory")
         self._beside: list[Future[None]] = []
         self.problem: str | None = None  # why nothing is kept
@@ -287,7 +289,7 @@ class MemoryTier:
         """The slot's text (see `slot.Text`); the tables are turned into JSON once."""
         plan = snapshot.plan
         fields = {
-            "mark": dataclasses.asdict(mark),
+            "mark": {name: getattr(mark, name) for name in _MARK_FIELDS},
             "writer": plan.writer,
             "writers": plan.writers,
             "digest": plan.digest,
@@ -295,8 +297,9 @@ class MemoryTier:
         if plan.writer == 0:
             if self._tables[0] != plan.digest:
                 self._tables = (plan.digest, json.dumps([(t.name, t.dtype, t.shape, t.same_as) for t in plan.tensors]))
-            state = json.dumps(snapshot.skeleton, allow_nan=False)
-            return f'{json.dumps(fields)}\n{{"state": {state}, "tensors": {self._tables[1]}}}'.encode()
+            if self._skeleton[0] != snapshot.skeleton or not self._skeleton[1]:
+                self._skeleton = (snapshot.skeleton, json.dumps(snapshot.skeleton, allow_nan=False))
+            return f'{json.dumps(fields)}\n{{"state": {self._skeleton[1]}, "tensors": {self._tables[1]}}}'.encode()
         return json.dumps(fields).encode()
 
 

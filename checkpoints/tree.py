@@ -26,7 +26,9 @@ Nested: TypeAlias = Any  # dict (str or int keys) | list | tuple of tensors, Non
 Json: TypeAlias = Any
 
 MAX_DEPTH = 64
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_STRIDED = torch.strided
+_STORED = frozenset(getattr(torch, name) for name in DTYPES if hasattr(torch, name))
 
 
 def flatten(state: Nested) -> tuple[Json, dict[str, torch.Tensor]]:
@@ -57,15 +59,18 @@ def unflatten(skeleton: Json, tensors: Mapping[str, torch.Tensor]) -> Nested:
 
 
 def _encode(value: Nested, path: tuple[Any, ...], tensors: dict[str, torch.Tensor]) -> Json:
+    if isinstance(value, torch.Tensor):
+        if type(value) not in _PLAIN or value.layout is not _STRIDED or value.is_meta or value.dtype not in _STORED:
+            _refuse_odd_tensor(value, path)
+        name = _name_of(path)
+        if name in tensors:
+            name = _free_name(name, tensors)
+        tensors[name] = value
+        return {"~tensor": name}
     if len(path) > MAX_DEPTH:
         raise UnsupportedStateError(
             f"{describe(path)} is nested deeper than {MAX_DEPTH} levels; does it contain itself?"
         )
-    if isinstance(value, torch.Tensor):
-        _refuse_odd_tensor(value, path)
-        name = _free_name(path, tensors)
-        tensors[name] = value
-        return {"~tensor": name}
     if isinstance(value, dict):
         return _encode_dict(value, path, tensors)
     if type(value) is list:
@@ -132,17 +137,18 @@ def _decode_marked(mark: str, value: Any, tensors: Mapping[str, torch.Tensor]) -
     raise CorruptCheckpointError(f"the manifest's state has an entry of the unknown kind {mark!r}")
 
 
-def _free_name(path: tuple[Any, ...], taken: Mapping[str, Any]) -> str:
-    """The path as one string; "~" and "/" in keys are written as in JSON pointers, a clash of 0 and "0" is numbered."""
-    name = _name_of(path)
-    clash, number = name, 2
+def _free_name(clash: str, taken: Mapping[str, Any]) -> str:
+    """Keys that read alike, 0 and "0", are numbered."""
+    name, number = clash, 1
     while name in taken:
-        name, number = f"{clash}~{number}", number + 1
+        number += 1
+        name = f"{clash}~{number}"
     return name
 
 
 @functools.lru_cache(1 << 16)
 def _name_of(path: tuple[Any, ...]) -> str:
+    """The path as one string; "~" and "/" in keys are written as in JSON pointers."""
     return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in path) or "~root"
 
 
