@@ -29,7 +29,7 @@ from elastic.agent.mailbox import Mailbox
 from elastic.agent.measuring import Measuring
 from elastic.agent.memory import memory_folder, sweep
 from elastic.agent.profiles import Profiles
-from elastic.agent.rescuing import Finder, note_owner
+from elastic.agent.rescuing import Finder, newest_round_in, note_owner
 from elastic.agent.starting import Start, StoppedError
 from elastic.agent.stop_timeout import own_unit, warn_if_short
 from elastic.agent.systemd import Life, Notifier
@@ -86,14 +86,16 @@ def _prepare(
     config: JobConfig, notifier: Notifier, mailbox: Mailbox, start: Start, life: Life
 ) -> tuple[Agent, contextlib.ExitStack]:
     """The agent, and what is to be closed when it has run. Raises: as `_run`; OSError: there is no room for it."""
-    memory = memory_folder() if config.memory_checkpoints else contextlib.nullcontext()
     with contextlib.ExitStack() as stack:
         instance = stack.enter_context(_instance())
         keep_open = stack.enter_context(_lock_checkpoints(config, instance, start))
-        sweep(Finder(config, pause=start.pause))
-        memory_dir = stack.enter_context(memory)
+        inheritance = sweep(Finder(config, pause=start.pause))
+        memory_dir, highest_kept = None, 0
+        if config.memory_checkpoints:
+            memory_dir = stack.enter_context(memory_folder(inheritance=inheritance))
         if memory_dir is not None:
             note_owner(Path(memory_dir), config)
+            highest_kept = newest_round_in(Path(memory_dir), config.run_id)
         checkpoints = f"--checkpoint-dir {config.checkpoint_dir}"
         highest = start.reach(checkpoints, lambda: highest_round(config.checkpoint_dir))
         logs_specs = start.reach(
@@ -105,7 +107,8 @@ def _prepare(
             warn_if_short(config, own_unit())
         access = load_access(config.http_token_file, config.http_cert, config.http_key)
         tcp = stack.enter_context(bind_tcp(config.http_host, config.http_port))
-        rendezvous = make_rendezvous(config, tcp.getsockname()[1], first_number=1 + highest, restarted=life.restarted)
+        first_number = 1 + max(highest, highest_kept)
+        rendezvous = make_rendezvous(config, tcp.getsockname()[1], first_number=first_number, restarted=life.restarted)
         membership = stack.enter_context(contextlib.closing(rendezvous.membership))
         crew = Crew(
             config=config,

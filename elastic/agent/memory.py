@@ -1,12 +1,13 @@
 """The agent's folder in shared memory: what workers keep there outlives them, and goes with the agent.
 
 The folder is held by a lock, so that one whose agent was killed is recognised and freed by the next agent of this user,
-once a `Finder` has seen to what is in it.
+once a `Finder` has seen to what is in it. What cannot be saved the next agent of that job takes over as its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import logging
 import os
@@ -32,21 +33,41 @@ class Finder(Protocol):
     def may_free(self, folder: Path) -> bool:
         """Called with the folder locked: whether nothing in it is needed any more."""
 
+    def takes_over(self, folder: Path) -> bool:
+        """Called when it is needed: whether the agent that is about to start goes on with it as its own."""
+
     def waits_for(self, folder: Path) -> bool:
         """Called while another process has it locked: whether to look again."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inheritance:
+    """The folder of an agent that is gone, locked by its descriptor, for the next one to take over."""
+
+    folder: Path
+    descriptor: int
+
+
 @contextlib.contextmanager
-def memory_folder(environ: Mapping[str, str] = os.environ) -> Iterator[str | None]:
-    """A folder of this agent alone, in memory; None, with a warning, where there can be none."""
+def memory_folder(
+    environ: Mapping[str, str] = os.environ, inheritance: Inheritance | None = None
+) -> Iterator[str | None]:
+    """A folder of this agent alone, in memory; None, with a warning, where there can be none.
+
+    One that was taken over stays when its agent ends, until `free_memory`.
+    """
     place, prefix = _place(environ), _prefix()
-    descriptor = -1
+    descriptor = inheritance.descriptor if inheritance is not None else -1
     try:
         making = place / f".{prefix}{os.getpid()}-{secrets.token_hex(4)}"
         folder = place / making.name[1:]
-        making.mkdir(mode=0o700)
-        descriptor = os.open(making, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if inheritance is not None:
+            keep_memory(inheritance.folder)
+            making = inheritance.folder
+        else:
+            making.mkdir(mode=0o700)
+            descriptor = os.open(making, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         making.rename(folder)  # from now on others see it, and it is locked
     except OSError as exc:
         logger.warning("checkpoints in memory are off: %s cannot be used: %s", place, exc.strerror or exc)
@@ -57,7 +78,7 @@ def memory_folder(environ: Mapping[str, str] = os.environ) -> Iterator[str | Non
     try:
         yield str(folder)
     finally:
-        if not (folder / _KEPT).exists():
+        if not is_kept(folder):
             remove_tree(folder)
         os.close(descriptor)
 
@@ -67,18 +88,32 @@ def keep_memory(folder: Path) -> None:
     (folder / _KEPT).touch()
 
 
-def sweep(finder: Finder, environ: Mapping[str, str] = os.environ) -> None:
-    """See to what agents of this user held that are gone, and free it."""
-    place, prefix = _place(environ), _prefix()
+def is_kept(folder: Path) -> bool:
+    return (folder / _KEPT).exists()
+
+
+def free_memory(folder: Path) -> None:
+    """It goes with its agent after all."""
+    with contextlib.suppress(OSError):
+        (folder / _KEPT).unlink()
+
+
+def sweep(finder: Finder, environ: Mapping[str, str] = os.environ) -> Inheritance | None:
+    """See to what agents of this user held that are gone, and free it. Returns what is to be taken over."""
+    place, prefix, taken = _place(environ), _prefix(), None
     for folder in [*place.glob(f"{prefix}*"), *place.glob(f".{prefix}*")]:
         with contextlib.suppress(OSError):  # gone, or another user's
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                if _take(descriptor, folder, finder) and finder.may_free(folder):
-                    remove_tree(folder)
-                    logger.info("freed what an agent that is gone had held in memory: %s", folder)
+                if _take(descriptor, folder, finder):
+                    if finder.may_free(folder):
+                        remove_tree(folder)
+                        logger.info("freed what an agent that is gone had held in memory: %s", folder)
+                    elif taken is None and finder.takes_over(folder):
+                        taken = Inheritance(folder, os.dup(descriptor))  # the same lock
             finally:
                 os.close(descriptor)
+    return taken
 
 
 def _take(descriptor: int, folder: Path, finder: Finder) -> bool:

@@ -1,7 +1,7 @@
 """Steps that only this node's memory holds when its agent ends are committed: a job that has failed loses none of them.
 
 The same for an agent that was killed, by whoever finds its memory: `elasticd give-back`, or the next agent. What cannot
-be saved for a reason that may pass stays where it is, for the next who comes.
+be saved for a reason that may pass stays where it is, for the next who comes; the job's next agent goes on with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from elastic.agent.crew import Crew
 from elastic.agent.decide import Asked
 from elastic.agent.mailbox import Mailbox, SignalReceived
-from elastic.agent.memory import keep_memory
+from elastic.agent.memory import free_memory, is_kept, keep_memory
 from elastic.agent.orders import Orders
 from elastic.agent.systemd import Notifier
 from elastic.config import JobConfig
@@ -42,10 +42,12 @@ _FOREIGN_SECONDS = 10.0  # that a start spends on what another job has left
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Result:
-    """`step`: the newest that the directory has, -1 for none. `is_settled`: nothing is left to be saved."""
+    """`step`: the newest that the directory has, -1 for none. `is_settled`: nothing is left to be saved; `is_sound`:
+    what is left is of use to the job, though it could not be saved now."""
 
     step: int = -1
     is_settled: bool = False
+    is_sound: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +74,17 @@ class Rescue:
         `serve` answers who asks the agent meanwhile.
         """
         config, crew = self._config, self._crew
-        if ended is ExitCode.SUCCEEDED or orders.asked is Asked.STOP or crew.applied_step <= crew.disk_step:
+        folder = Path(crew.memory_dir) if crew.memory_dir else None
+        was_kept = folder is not None and is_kept(folder)  # by an agent before, whose steps it may still hold
+        if ended is ExitCode.SUCCEEDED or orders.asked is Asked.STOP:
+            return _freed(folder, ended)
+        if crew.applied_step <= crew.disk_step and not was_kept:
             return ended
         began = time.monotonic()
         deadline = (orders.asked_at or began) + config.drain_grace_seconds
         if config.checkpoint_dir is None or deadline <= began:  # its drain has taken all the time there was
             return ended
         self._is_leaving = orders.is_leaving
-        folder = Path(crew.memory_dir) if crew.memory_dir else None
         if folder is not None:
             begin_rescue(folder)
         save = partial(
@@ -92,7 +97,9 @@ class Rescue:
             is_alone=config.rdzv_backend == "standalone",
         )
         result = self._await(_begin(save, self._mailbox.wake), deadline, serve)
-        if not result.is_settled and folder is not None and any(folder.glob("rank-*-slot-*")):
+        if result.is_settled:
+            _freed(folder, ended)
+        elif folder is not None and any(folder.glob("rank-*-slot-*")):
             _keep(folder, config.run_id, config.checkpoint_dir)
         crew.disk_step = max(crew.disk_step, result.step)
         is_saved = crew.applied_step <= crew.disk_step
@@ -119,6 +126,20 @@ class Rescue:
         logger.info("received %s", number.name)
         was_leaving, self._is_leaving = self._is_leaving, True
         return was_leaving or number == signal.SIGQUIT
+
+
+def _freed(folder: Path | None, ended: ExitCode) -> ExitCode:
+    """`ended`, with nothing in memory that anybody needs."""
+    if folder is not None:
+        free_memory(folder)
+    return ended
+
+
+def newest_round_in(folder: Path, run_id: str) -> int:
+    """The highest round of which anything lies in memory; 0 for none."""
+    rounds = own_checkpoints("rounds").read_rounds(own_checkpoints("storage").LocalStorage(), str(folder))
+    held = own_checkpoints("held").held_in(folder, run_id)
+    return int(max([0, *(round_ for round_, _ in rounds), *(whole.mark.round for whole in held)]))
 
 
 def note_owner(folder: Path, config: JobConfig) -> None:
@@ -153,6 +174,7 @@ class Finder:
     def __init__(self, config: JobConfig | None = None, *, pause: Callable[[float], None] = time.sleep) -> None:
         self._config, self._pause = config, pause
         self._waits_until: float | None = None
+        self._taken_over: Path | None = None
 
     def may_free(self, folder: Path) -> bool:
         """Save what is in there; whether that is not needed any more. Its agent's workers are dead."""
@@ -162,21 +184,47 @@ class Finder:
         (folder / _RESCUING).touch()
         is_ours = self._is_ours(notes)
         is_foreign = self._config is not None and not is_ours
+        can_stay = is_ours and self._can_go_on_with(folder, notes)
         deadline = time.monotonic() + (min(notes.seconds, _FOREIGN_SECONDS) if is_foreign else notes.seconds)
         save = partial(
-            _save, folder, notes.directory, notes.run_id, deadline=deadline, is_alone=True, is_patient=is_ours
+            _save,
+            *(folder, notes.directory, notes.run_id),
+            deadline=deadline,
+            is_alone=True,
+            is_patient=is_ours and not can_stay,
         )
         saving = _begin(save)
         while not saving.done() and time.monotonic() < deadline:
             self._pause(_POLL_LEFT_SECONDS)
         result = saving.result() if saving.done() else _Result()
-        if not result.is_settled:
+        if can_stay and result.is_sound:
+            self._taken_over = folder
+            logger.warning(
+                "%s could not be saved to %s: this start goes on from it in memory",
+                *(_what(folder, notes.run_id), notes.directory),
+            )
+        elif not result.is_settled:
             _keep(folder, notes.run_id, notes.directory)
             if is_ours:
                 logger.warning(
                     "this start goes on from what is on disk: to have that step, stop it and see to the disk"
                 )
         return result.is_settled
+
+    def takes_over(self, folder: Path) -> bool:
+        if folder != self._taken_over:
+            return False
+        with contextlib.suppress(OSError):
+            (folder / _RESCUING).unlink()
+        return True
+
+    def _can_go_on_with(self, folder: Path, notes: _Notes) -> bool:
+        """Whether our workers can begin in that memory, as those before them did after each failure."""
+        config = self._config
+        if config is None or not config.memory_checkpoints or config.max_nodes > 1 or notes.run_id != config.run_id:
+            return False
+        held = own_checkpoints("held").held_in(folder, notes.run_id)
+        return bool(held) and all(len(whole.shares) == config.nproc_per_node for whole in held)
 
     def waits_for(self, folder: Path) -> bool:
         """It is held by another process: whether that saves what our job is to go on from. Then a moment has passed."""
@@ -302,7 +350,7 @@ def _save(
             if is_last or not was_told:
                 logger.warning("%s: %s", what, exc)
             if is_last:
-                return _Result()
+                return _Result(is_sound=True)
             was_told = True
             time.sleep(_POLL_SECONDS)
             continue

@@ -181,6 +181,31 @@ def test_what_finds_no_room_within_the_drain_grace_is_kept_for_the_next_start(tm
     assert (tmp_path / "digest").read_text() == undisturbed
 
 
+def test_a_start_that_finds_no_room_for_it_goes_on_from_it_in_memory(tmp_path: Path, undisturbed: str) -> None:
+    """Once more after that start has failed as well, before it has kept anything of its own."""
+    slow = write(tmp_path, "slow", "")
+    *options, script, folder = arguments(tmp_path, "--drain-grace", "2", "--rdzv-id", "job")
+    with small_disk(tmp_path) as kept:
+        with running(tmp_path, *options, script, folder) as job:
+            step = fails_on_a_full_disk(kept, job)
+            assert job.wait(20) == 1
+        taken_over = rf"step \d+, which memory alone holds, could not be saved to {kept}: this start goes on from it"
+        broken = write(tmp_path, "broken.py", "raise SystemExit('not yet')")
+        code, output = run_to_end(tmp_path, *options, str(broken), seconds=60)
+        assert code == 1, output
+        assert re.search(taken_over, output), output
+        slow.unlink()
+        with running(tmp_path, *options, script, folder) as job:
+            wait_for(lambda: re.search(taken_over, job.output), what="the memory is taken over")
+            job.wait_status(lambda s: (s["checkpoint"]["memory_step"] or 0) > step)
+            (kept / "filler").unlink()
+            assert job.wait(120) == 0, job.output
+        assert first_step(tmp_path, round_=2) > step
+        assert committed(tmp_path)[-1] == 30
+    assert not list((tmp_path / "shm").iterdir())
+    assert (tmp_path / "digest").read_text() == undisturbed
+
+
 def test_a_start_that_is_stopped_while_it_saves_leaves_it_to_the_next(tmp_path: Path) -> None:
     slow = write(tmp_path, "slow", "")
     with small_disk(tmp_path) as kept:
