@@ -163,7 +163,8 @@ def render(status: JobStatus, pid: int | None) -> str:
     else:
         lines += [
             f"node {status.node_id}, agent pid {pid}, incarnation {status.incarnation}",
-            f"restarts {status.restarts.used} of {status.restarts.limit} in {status.restarts.window_seconds:g} s; "
+            f"restarts {status.restarts.used} of {shown(status.restarts.limit)} "
+            f"in {status.restarts.window_seconds or 0:g} s; "
             f"newest committed step: {shown(status.checkpoint.disk_step)}",
         ]
     if status.nccl:
@@ -179,10 +180,10 @@ def render(status: JobStatus, pid: int | None) -> str:
             for w in status.workers
         ]
         lines += ["", table(("local rank", "rank", "pid", "state", "step", "age s", "slowdown", "standby"), workers)]
-    if status.last_failure is not None:
-        lines += ["", _render_failure(status.last_failure)]
     if status.incidents:
         lines += ["", _render_incidents(status)]
+    if status.last_failure is not None:
+        lines += ["", _render_failure(status.last_failure)]
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 
+_PACKAGES = ("elastic", "checkpoints")
 _PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (0, 7))  # sd-daemon(3), syslog(3)
 
 
@@ -14,11 +15,30 @@ def log_to_stderr(environ: Mapping[str, str] = os.environ) -> None:
     """Our own lines at INFO or $LOGLEVEL; other packages' warnings stay as they are."""
     handler = stderr_handler(environ)
     level = logging.getLevelName(environ.get("LOGLEVEL", "INFO").upper())
-    for name in ("elastic", "checkpoints"):
+    for name in _PACKAGES:
         logger = logging.getLogger(name)
         logger.setLevel(level if isinstance(level, int) else logging.INFO)
         logger.handlers = [handler]
         logger.propagate = False
+
+
+def name_own_warnings(environ: Mapping[str, str] = os.environ) -> None:
+    """In a program that has not set up logging, Python writes warnings as bare text: ours get time, level and name."""
+    last = logging.lastResort
+    if last is not None and last.formatter is None:
+        last.setFormatter(_OwnLines(stderr_handler(environ).formatter or logging.Formatter()))
+
+
+class _OwnLines(logging.Formatter):
+    """`ours` for the lines of our own packages; all others as they are."""
+
+    def __init__(self, ours: logging.Formatter) -> None:
+        super().__init__()
+        self._ours = ours
+
+    def format(self, record: logging.LogRecord) -> str:
+        is_ours = record.name.partition(".")[0] in _PACKAGES
+        return self._ours.format(record) if is_ours else super().format(record)
 
 
 def stderr_handler(environ: Mapping[str, str] = os.environ) -> logging.Handler:

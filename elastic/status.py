@@ -56,11 +56,11 @@ class WorkerStatus:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RestartStatus:
-    """The failure budget of the job: `used` of `limit` within the last `window_seconds`."""
+    """The failure budget of the job: `used` of `limit` within the last `window_seconds`, which etcd does not know."""
 
     used: int = 0
-    limit: int = 0
-    window_seconds: float = 0.0
+    limit: int | None = None
+    window_seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,6 +98,7 @@ class Crew:
         self.applied_step = -1  # of the newest round that reported one
         self.disk_step = -1  # newest ever committed
         self.memory_step = -1  # newest that every rank of this node has in memory
+        self._unsaved_since: float | None = None  # unix time: of the newest commit, or when training began
         self._record_step = -1  # the highest step applied by the rounds before this one
 
     def read_progress(self) -> None:
@@ -105,6 +106,8 @@ class Crew:
         reports = [worker.progress for worker in self.workers.all]
         if in_loop := [report.step for report in reports if report.in_loop]:
             self.applied_step = max(in_loop)
+            committed = max(report.commit_unix_time for report in reports)
+            self._unsaved_since = max(self._unsaved_since or time.time(), committed)
         self.disk_step = max([self.disk_step, *(report.disk_step for report in reports)])
         self.memory_step = kept_step(reports, self.memory_step)
 
@@ -173,6 +176,7 @@ class Crew:
                 nonce=self._nonce,
                 memory_dir=self.memory_dir,
                 committed_step=self.disk_step,
+                unsaved_seconds=0.0 if self._unsaved_since is None else max(0.0, time.time() - self._unsaved_since),
             )
             for local_rank in range(self._config.nproc_per_node)
         }
@@ -223,6 +227,11 @@ class Crew:
     def kill(self) -> None:
         self.done.killed = True
         self.workers.kill()
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other nodes may take part."""
+        return self._config.max_nodes > 1
 
     @property
     def has_warm_standbys(self) -> bool:

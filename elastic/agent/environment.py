@@ -57,12 +57,14 @@ def worker_environ(
     nonce: str,
     memory_dir: str | None = None,
     committed_step: int = 0,
+    unsaved_seconds: float = 0.0,
     agent_environ: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
     """Variables of one worker of a round on top of the agent's own.
 
     `node_id` is this node's as it was granted, `master` address and port of the round's store, `memory_dir` the agent's
-    folder in shared memory, `committed_step` the newest that the rounds before this one have committed.
+    folder in shared memory, `committed_step` the newest that the rounds before this one have committed, and
+    `unsaved_seconds` for how long it has been the newest.
     """
     rank, world_size = formed.ranks(node_id)[local_rank], formed.world_size
     return {
@@ -82,6 +84,7 @@ def worker_environ(
         "ELASTICD_LOCAL_RANK": str(local_rank),  # LOCAL_RANK is 0 for all under --virtual-local-rank
         **({"ELASTICD_MEMORY_DIR": memory_dir} if memory_dir else {}),
         **({"ELASTICD_COMMITTED_STEP": str(committed_step)} if committed_step > 0 else {}),
+        **({"ELASTICD_UNSAVED_SECONDS": str(int(unsaved_seconds))} if unsaved_seconds >= 1 else {}),
     }
 
 

@@ -45,8 +45,8 @@ class Incidents:
         now: float,
         reports: Sequence[Progress] = (),
         is_known: bool = False,
-    ) -> None:
-        """Something ended the round; while an incident is open, what follows belongs to it.
+    ) -> bool:
+        """Something ended the round; while an incident is open, what follows belongs to it. Returns whether none was.
 
         `is_known`: this node knows the cause better than the next round will, which others name.
 
@@ -55,6 +55,7 @@ class Incidents:
         if self._open is not None and self._open.decided_at and reports and not any(report.pid for report in reports):
             self._closed.append(_describe(self._open, reports))
             self._open = None
+        is_new = self._open is None
         if self._open is None:
             self._open = _Open(
                 unix_time=time.time(),
@@ -65,6 +66,11 @@ class Incidents:
                 is_named=is_known,
             )
         self._open.stopped_at = self._open.decided_at = 0.0
+        return is_new
+
+    def age(self, now: float) -> float:
+        """Seconds since the open one began; 0 where there is none."""
+        return max(0.0, now - self._open.failed_at) if self._open is not None else 0.0
 
     def name(self, cause: str) -> None:
         """The cause is known better now."""

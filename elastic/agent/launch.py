@@ -156,6 +156,11 @@ def _say_where(config: JobConfig, server: StatusServer, access: Access) -> None:
     logger.info("job %s on %s: status at %s", config.run_id, config.node_id, url)
     if risk := exposure(server.address, token=access.token is not None, tls=access.tls is not None):
         logger.warning("%s", risk)
+    if config.checkpoint_dir is not None and config.checkpoint_every is None:
+        logger.info(
+            "no --checkpoint-every: unless the program has an interval of its own, the disk gets a checkpoint at the "
+            "end, on a drain and on SIGUSR1"
+        )
     if config.nccl:
         logger.info("NCCL: %s", ", ".join(f"{name}={value}" for name, value in config.nccl))
 

@@ -34,10 +34,10 @@ class Story:
         self.last_failure: FailureStatus | None = None
         self.failures: dict[int, ProcessFailure] = {}  # of the last round that failed, by rank: torch's contract
 
-    def begin(self, cause: str, *, failed_at: float, is_known: bool = False) -> None:
-        """Something has ended the round, or is about to. `is_known`: see `Incidents.begin`."""
+    def begin(self, cause: str, *, failed_at: float, is_known: bool = False) -> bool:
+        """Something has ended the round, or is about to. `is_known`, and what is returned: see `Incidents.begin`."""
         self._crew.read_progress()
-        self._incidents.begin(
+        return self._incidents.begin(
             cause=cause,
             applied_step=self._crew.applied_step,
             failed_at=failed_at,
@@ -66,7 +66,9 @@ class Story:
         if view.is_expelled:
             self.begin("the lease was lost", failed_at=time.monotonic())
         elif formed.phase in (Phase.DRAINING, Phase.BROKEN) and formed.number == self._crew.round:
-            self.begin(formed.cause, failed_at=time.monotonic())
+            if self.begin(formed.cause, failed_at=time.monotonic() - formed.failed_before):
+                level = logging.WARNING if formed.phase is Phase.BROKEN else logging.INFO
+                logger.log(level, "round %d is over: %s", formed.number, formed.cause)
         elif view.drain_wanted:
             self.begin(STORE_AWAY, failed_at=time.monotonic(), is_known=True)
 
@@ -92,11 +94,15 @@ class Story:
         failed = [view for view in self._crew.views() if view.has_failed]
         consequence = hung.consequence if hung else all(view.consequence for view in failed)
         failure, is_repeated = (failure, False) if hung or consequence else self._count(failure)
-        self.last_failure = failure
+        if not consequence:
+            self.last_failure = failure
         self.failures = failures.for_torch(self._crew.failed)
-        who = f"node {node_id}" if failure.rank is None else f"rank {failure.rank}"
+        where = f" on {node_id}" if self._crew.has_peers else ""
+        who = f"node {node_id}" if failure.rank is None else f"rank {failure.rank}{where}"
         summary = f"{who} {failure.headline}"
-        logger.error("round %d: %s%s", self._crew.round, summary, _details(failure))
+        # What only followed from the loss of a peer is not what to look at, and its log has it in full.
+        level, details = (logging.WARNING, "") if consequence else (logging.ERROR, _details(failure))
+        logger.log(level, "round %d: %s%s", self._crew.round, summary, details)
         self._incidents.name(summary)
         do_not_retry = any(view.exit_code == ExitCode.DO_NOT_RETRY for view in failed)
         return Breakage(
@@ -105,6 +111,7 @@ class Story:
             progressed=progressed,
             fatal=is_repeated or any(view.is_final for view in failed),
             consequence=consequence,
+            seconds=self._incidents.age(time.monotonic()),
             exit_code=int(ExitCode.DO_NOT_RETRY if do_not_retry else ExitCode.FAILED),
         )
 

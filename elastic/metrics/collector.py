@@ -133,7 +133,7 @@ def _job(measured: Measured, samples: Samples) -> None:
     samples.add("nodes", len(status.waiting), "waiting")
     for state in _STATES:
         samples.add("agent_state", int(state == status.state), state)
-    samples.add("restarts_remaining", max(0, status.restarts.limit - status.restarts.used))
+    samples.add("restarts_remaining", max(0, (status.restarts.limit or 0) - status.restarts.used))
     for reason in REASONS:
         samples.add("restarts_total", job.restarts[reason], reason)
     samples.add("lost_steps_total", job.lost_steps)

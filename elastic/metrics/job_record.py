@@ -11,7 +11,7 @@ from elastic.timings import Histogram
 # The words of a round's cause, as rendezvous and agent put them, in the order in which they decide.
 _SIGNS = (
     ("hung", r"^(rank|node) .*\bhung\b"),
-    ("out_of_memory", r"^(rank|node) \S+ out of memory|OutOfMemoryError|out of memory"),
+    ("out_of_memory", r"^(rank|node) \S+( on \S+)? out of memory|OutOfMemoryError|out of memory"),
     ("fenced", r"did not run for|lease was lost|^etcd has not answered|to renew the lease$|it was stopped$"),
     ("worker_failed", r"^rank \d+ |^node \S+ cannot start|^cannot start a worker"),
     ("node_lost", r"^nodes? .*\blost\b"),

@@ -24,6 +24,7 @@ def broken_by(current: Round, breakage: Breakage) -> Round:
             cause=breakage.cause,
             charged=breakage.charged,
             consequence=breakage.consequence,
+            failed_before=round(breakage.seconds, 3),
         )
     elif breakage.charged and not breakage.consequence:
         told = dataclasses.replace(told, charged=True)

@@ -209,8 +209,8 @@ class Member:
 
     def _waiting(self, state: State, now: float) -> tuple[Waiting, ...]:
         away = self._away_seconds(state, now)
-        if state.is_joined and away > 2 * self._settings.ttl_seconds:
-            reason = f"the store has not answered for {away:.0f} s"
+        if state.is_joined and away > _SILENT_SECONDS and self._participant.trouble:
+            reason = f"etcd has not answered for {away:.0f} s"
             return (Waiting(node_id=state.node.node_id, reason=reason),)
         return state.news.waiting if state.news is not None else ()
 

@@ -64,6 +64,7 @@ class Breakage:
     fatal: bool = False  # a retry would fail again: the job closes as failed
     consequence: bool = False  # it looks like the loss of a peer (a communication error)
     exit_code: int = 1  # of the job, if it ends with this
+    seconds: float = 0.0  # from the failure to this word of it
 
 
 class Membership(Protocol):

@@ -173,7 +173,7 @@ class Participant:
             self._inbox.popleft()()
         now = self._clock()
         due: float | None = None
-        if not self._has_left and self._error is None:
+        if not self._has_left and (self._error is None or self._is_going):  # whom the job does not want goes at once
             try:
                 due = self._pass(now)
                 self._failed, self.trouble = 0, ""

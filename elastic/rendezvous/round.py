@@ -100,6 +100,7 @@ class Round:
     charged: bool = False  # what broke it takes from the budget
     progressed: bool = False  # it had applied a new step before it broke
     consequence: bool = False  # its cause looks like the loss of a peer: a better one may still come
+    failed_before: float = 0.0  # seconds from what broke it to the word of it
     failures: int = 0  # failures without progress, in a row, before this round
     leaving: tuple[str, ...] = ()  # members that had said so before they stopped
     flaky: tuple[Flaky, ...] = ()

@@ -56,6 +56,7 @@ class WorkerEnvironment:
     memory_every: int | None = None  # steps
     allow_fresh_start: bool = False
     committed_step: int = 0  # the newest that an earlier round under the same agent has committed
+    unsaved_seconds: int = 0  # since then, or since training began, when this worker was started
 
 
 def read_environment(environ: Mapping[str, str], pid: int | None = None) -> WorkerEnvironment:
@@ -91,6 +92,7 @@ def read_environment(environ: Mapping[str, str], pid: int | None = None) -> Work
         memory_every=_number(environ, "ELASTICD_MEMORY_EVERY", 0) or None,
         allow_fresh_start=environ.get("ELASTICD_ALLOW_FRESH_START") == "1",
         committed_step=_number(environ, "ELASTICD_COMMITTED_STEP", 0),
+        unsaved_seconds=_number(environ, "ELASTICD_UNSAVED_SECONDS", 0),
     )
 
 

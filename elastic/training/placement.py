@@ -65,6 +65,11 @@ class Placement:
         return self._environment.memory_every
 
     @property
+    def unsaved_seconds(self) -> float:
+        """Since the newest commit of the rounds before this one, when it began; 0: there were none."""
+        return float(self._environment.unsaved_seconds)
+
+    @property
     def memory_rank(self) -> int:
         """This worker among the `local_world_size` that share `memory_dir`."""
         return self._environment.memory_rank

@@ -30,11 +30,21 @@ _SECONDS_FOR_COMMIT_AFTER_FAILURE = 5.0  # its thread is a daemon and ends with 
 
 
 class SavePolicy:
-    """Whether a periodic save is due. Ranks decide alike: steps are known to all, time is rank 0's, told by `agree`."""
+    """Whether a periodic save is due. Ranks decide alike: steps are known to all, time is rank 0's, told by `agree`.
 
-    def __init__(self, every: Every | None, *, is_clock: bool, now: Callable[[], float] = time.monotonic) -> None:
+    `unsaved_seconds`: since the last one of the rounds before, which may each have been shorter than the interval.
+    """
+
+    def __init__(
+        self,
+        every: Every | None,
+        *,
+        is_clock: bool,
+        unsaved_seconds: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._every, self._is_clock, self._now = every, is_clock, now
-        self._saved_at = now()
+        self._saved_at = now() - unsaved_seconds
         self._wanted = False
 
     def clock_says_save(self) -> bool:
@@ -93,7 +103,7 @@ class Saver:
                     "(ZeroRedundancyOptimizer), so no node has it whole"
                 )
         every = session.checkpoint_every or config.every
-        self.policy = SavePolicy(every, is_clock=session.rank == 0)
+        self.policy = SavePolicy(every, is_clock=session.rank == 0, unsaved_seconds=session.unsaved_seconds)
         self._directory = session.checkpoint_dir or config.checkpoint_dir
         if session.checkpoint_dir and config.checkpoint_dir and session.checkpoint_dir != config.checkpoint_dir:
             logger.warning(

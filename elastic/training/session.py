@@ -48,6 +48,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from elastic.errors import ElasticError
+from elastic.journal import name_own_warnings
 from elastic.progress import Outcome, Phase, ProgressWriter
 from elastic.training.agreement import Agreement, AgreementChannel, PendingAgreement
 from elastic.training.environment import WorkerEnvironment, read_environment
@@ -115,7 +116,7 @@ class Session(Placement):
         self._stop_signal = StopSignal()
         self._fatal: BaseException | None = None
         self._has_restored = False
-        self._saved_at = time.monotonic()
+        self._saved_at = time.monotonic() - environment.unsaved_seconds
         self._phase, self._phase_limit = Phase.STARTING, 0.0
         self._first_step = True
         self._clock = PhaseClock()
@@ -362,5 +363,6 @@ def session() -> Session:
             environment = read_environment(os.environ, os.getpid())
             if not environment.launched and dist.is_available() and dist.is_initialized():
                 environment = dataclasses.replace(environment, rank=dist.get_rank(), world_size=dist.get_world_size())
+            name_own_warnings()
             _session = Session(environment)
         return _session

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -167,6 +169,23 @@ def test_a_frozen_node_is_left_out_and_comes_back_as_a_newcomer(make_nodes: Call
     assert both["round"] == alone["round"] + 1
     assert both["restarts"]["used"] == 0
     assert not workers & b.processes()
+
+
+def test_every_node_says_which_rank_hung_where_and_counts_from_then(make_nodes: Callable[..., Nodes]) -> None:
+    nodes = make_nodes("hung", "--nnodes", "2:2", "--hang-timeout", "2")
+    nodes.start("a", "b")
+    nodes.wait_running(2)
+    nodes.wait_further()
+    (worker,) = nodes.wait(lambda s: s["workers"], "b")[0]["workers"]
+    os.kill(worker["pid"], signal.SIGSTOP)
+    told = nodes.wait(lambda s: s["incidents"] and s["incidents"][0]["seconds"]["total"])
+    (of_a,), (of_b,) = (status["incidents"] for status in told)
+    assert of_a["cause"] == of_b["cause"]
+    assert of_a["cause"].startswith(f"rank {worker['rank']} on b hung: "), of_a
+    assert of_b["seconds"]["detect"] >= 2
+    assert abs(of_a["seconds"]["detect"] - of_b["seconds"]["detect"]) < 0.5, (of_a, of_b)
+    log = nodes.output.partition("== b\n")[0]
+    assert re.search(rf" WARNING \S+ round 1 is over: rank {worker['rank']} on b hung", log), log
 
 
 def test_a_newcomer_warms_its_standby_before_it_is_let_in(make_nodes: Callable[..., Nodes]) -> None:

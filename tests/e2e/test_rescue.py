@@ -237,3 +237,22 @@ def test_who_is_told_to_stop_at_once_does(tmp_path: Path) -> None:
         assert "in memory alone" not in job.output
     assert committed(tmp_path) == []
     assert not list((tmp_path / "shm").iterdir())
+
+
+def test_rounds_that_are_all_shorter_than_the_interval_still_save(tmp_path: Path) -> None:
+    """Whoever fails more often than --checkpoint-every is the one who needs it."""
+    write(tmp_path, "slow", "")
+    every = ("--checkpoint-every", "6s", "--max-restarts", "20", "--checkpoint-dir", str(tmp_path / "kept"))
+    with running(tmp_path, *AGENT, *every, SCRIPT, str(tmp_path)) as job:
+        for number in range(1, 8):
+            status = job.wait_status(
+                lambda s, number=number: s["round"] == number and all((w["step"] or 0) > 0 for w in s["workers"])
+            )
+            time.sleep(3)
+            if committed(tmp_path):
+                break
+            os.kill(status["workers"][0]["pid"], signal.SIGKILL)
+        job.signal(signal.SIGQUIT)
+        job.wait(20)
+    assert number > 1
+    assert committed(tmp_path)

@@ -71,6 +71,19 @@ def test_time_is_told_by_one_rank_and_starts_anew_with_every_save() -> None:
     assert not policy.clock_says_save()
 
 
+def test_rounds_that_are_shorter_than_the_interval_save_once_it_is_over() -> None:
+    clock, saves = Clock(), []
+    for begun in (0.0, 8.0, 16.0):  # a failure every 8 s
+        last = saves[-1] if saves else 0.0
+        policy = SavePolicy(Every(seconds=20.0), is_clock=True, unsaved_seconds=begun - last, now=clock)
+        for _ in range(8):
+            clock.now += 1.0
+            if policy.clock_says_save():
+                policy.saved()
+                saves.append(begun + 4.0)
+    assert len(saves) == 1
+
+
 def test_without_an_interval_only_requests_save() -> None:
     policy = SavePolicy(None, is_clock=True)
     assert not policy.decide(1, asked=False, busy=False)

@@ -83,3 +83,11 @@ def test_without_a_session_the_next_failure_is_another_incident() -> None:
     first, second = incidents.all(silent)
     assert (first.cause, first.seconds.stop, first.seconds.total) == ("c", 1.0, None)
     assert (second.cause, second.seconds.stop) == ("again", 0.5)
+
+
+def test_how_long_ago_it_began_is_known_and_who_begins_it() -> None:
+    incidents = Incidents()
+    assert incidents.age(50.0) == 0.0
+    assert incidents.begin(cause="c", applied_step=14, failed_at=100.0, now=106.0)
+    assert not incidents.begin(cause="d", applied_step=14, failed_at=107.0, now=107.0)
+    assert incidents.age(106.0) == 6.0
