@@ -79,8 +79,8 @@ def check_write(config: EtcdConfig, endpoint: tuple[str, int], run_id: str) -> I
     try:
         with contextlib.closing(Connection(config, endpoint, deadline, Counters())) as connection:
             lease = connection.grant(_PROBE_TTL_SECONDS, deadline)
-            connection.commit([], [Put(key, "", lease=lease.id)], None, deadline)
-            connection.commit([], [Delete(key)], None, deadline)
+            connection.commit([], [Put(key, "", lease=lease.id)], None, (), deadline)
+            connection.commit([], [Delete(key)], None, (), deadline)
             connection.revoke(lease.id, deadline)
     except ElasticError as exc:
         remedy = f"etcdctl role grant-permission ROLE --prefix readwrite {Keys(run_id).prefix}"

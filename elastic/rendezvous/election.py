@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from elastic.rendezvous.holding import Holding
+from elastic.rendezvous.holding import Holding, LeaseGoneError
 from elastic.rendezvous.leading import Leading, Office
 from elastic.rendezvous.records import News
 from elastic.rendezvous.store import Compare, Delete, Entry, Outcome, Put
@@ -70,15 +70,19 @@ class Election:
             Compare(key=self._office.keys.leader, exists=False),
             Compare(key=own.key, create_revision=own.create_revision),
         ]
-        outcome, revision = self._office.store.write(compares, [Put(self._office.keys.leader, text, own.lease)])
-        if outcome is not Outcome.APPLIED:
+        key, chronicle = self._office.keys.leader, self._office.chronicle
+        outcome, found = self._office.store.write_and_read(compares, [Put(key, text, own.lease)], [key, own.key])
+        if not found.revision:
             self._own.check()
             return False, now
+        held = found.get(own.key)
+        if held is None or held.lease != own.lease:
+            raise LeaseGoneError
+        chronicle.take_leader(found.get(key), found.revision)
+        if outcome is not Outcome.APPLIED:
+            self._try_at = None
+            return False, now if chronicle.leader_entry is None else None
         logger.info("node %s leads", node_id)
-        entry = Entry(
-            key=self._office.keys.leader, value=text, create_revision=revision, mod_revision=revision, lease=own.lease
-        )
-        self._office.chronicle.take_leader(entry, revision)
         self._begin()
         return True, None
 

@@ -84,13 +84,18 @@ class Connection:
         else:
             request = rpc.TxnRequest(success=[rpc.RequestOp(request_range=range_) for range_ in ranges])
             answer = self._call(self._txn, request, deadline)
-            found = [entry for response in answer.responses for entry in response.response_range.kvs]
+            return Snapshot(entries={e.key: e for e in _found_by(answer)}, revision=answer.header.revision)
         return Snapshot(entries={e.key: e for e in map(_entry, found)}, revision=answer.header.revision)
 
     def commit(
-        self, compares: Sequence[Compare], operations: Sequence[Put | Delete], peek: str | None, deadline: float
+        self,
+        compares: Sequence[Compare],
+        operations: Sequence[Put | Delete],
+        peek: str | None,
+        keys: Sequence[str],
+        deadline: float,
     ) -> Answer:
-        """One transaction, once; where it fails, `peek` is read in it."""
+        """One transaction, once; see `transact.Commit`."""
         request = rpc.TxnRequest()  # filled in place: a message given to a constructor is copied
         for compare in compares:
             _fill_compare(request.compare.add(), compare)
@@ -98,19 +103,20 @@ class Connection:
             _fill_operation(request.success.add(), operation)
         if peek is not None:
             request.failure.add().request_range.key = peek.encode()
+        for key in keys:
+            request.success.add().request_range.key = request.failure.add().request_range.key = key.encode()
         try:
             answer = self._call(self._txn, request, deadline)
         except NotFoundError:
             return Answer(succeeded=False, revision=0, lease_missing=True)
-        peeked = None
-        if not answer.succeeded and peek is not None and answer.responses[0].response_range.kvs:
-            peeked = _entry(answer.responses[0].response_range.kvs[0])
-        return Answer(succeeded=answer.succeeded, revision=answer.header.revision, peeked=peeked)
+        found = {e.key: e for e in _found_by(answer)}
+        peeked = None if answer.succeeded or peek is None else found.pop(peek, None)
+        return Answer(succeeded=answer.succeeded, revision=answer.header.revision, peeked=peeked, found=found)
 
     def grant(self, ttl_seconds: int, deadline: float) -> Lease:
         sent = boottime()
         answer = self._call(self._grant, rpc.LeaseGrantRequest(TTL=ttl_seconds), deadline)
-        return Lease(id=answer.ID, ttl_seconds=answer.TTL, sent=sent)
+        return Lease(id=answer.ID, ttl_seconds=answer.TTL, sent=sent, revision=answer.header.revision)
 
     def renew(self, lease_id: int, deadline: float) -> int:
         answer = self._call(self._keep_alive, rpc.LeaseKeepAliveRequest(ID=lease_id), deadline)
@@ -226,6 +232,11 @@ def _entry(found: Any) -> Entry:
         mod_revision=found.mod_revision,
         lease=found.lease,
     )
+
+
+def _found_by(transaction: Any) -> Iterator[Entry]:
+    """What the ranges of a transaction have found; its puts and deletions have none."""
+    return (_entry(found) for response in transaction.responses for found in response.response_range.kvs)
 
 
 def _fill_compare(message: Any, compare: Compare) -> None:

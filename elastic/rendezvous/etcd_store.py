@@ -75,6 +75,14 @@ class EtcdStore:
             self._counters.add("unknown_writes")
         return outcome, revision
 
+    def write_and_read(
+        self, compares: Sequence[Compare], operations: Sequence[Put | Delete], keys: Sequence[str]
+    ) -> tuple[Outcome, Snapshot]:
+        outcome, found = self._transactor.write_and_read(compares, operations, keys)
+        if outcome is Outcome.UNKNOWN:
+            self._counters.add("unknown_writes")
+        return outcome, found
+
     def grant(self, ttl_seconds: int) -> Lease:
         return self._retried(lambda connection, deadline: connection.grant(ttl_seconds, deadline))
 
@@ -126,8 +134,14 @@ class EtcdStore:
         for watch in self._own_watches:
             watch.close()
 
-    def _commit(self, compares: Sequence[Compare], operations: Sequence[Put | Delete], peek: str | None) -> Answer:
-        return self._once(lambda connection, deadline: connection.commit(compares, operations, peek, deadline))
+    def _commit(
+        self,
+        compares: Sequence[Compare],
+        operations: Sequence[Put | Delete],
+        peek: str | None,
+        keys: Sequence[str] = (),
+    ) -> Answer:
+        return self._once(lambda connection, deadline: connection.commit(compares, operations, peek, keys, deadline))
 
     def _retried(self, act: Callable[[Connection, float], T]) -> T:
         return cast("T", self._retrying(self._once, act))

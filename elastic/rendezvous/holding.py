@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from elastic.errors import StoreUnavailableError
@@ -79,15 +79,30 @@ class Holding:
         Raises: LeaseGoneError; StoreUnavailableError, also where a write's fate is not known.
         """
         if not self.lease:
-            lease = self._store.grant(self._ttl)
-            self.keeper = self._make_keeper(lease, lambda: self._on_lost(lease.id))  # or the lease ends by itself
-            self.lease = lease.id
+            self._take_lease()
         if self.entry is None:
             return self._claim(now, seen)
         if self.node.join == 0:
             self.node = dataclasses.replace(self.node, join=self.entry.mod_revision)
         self.write()
         return None
+
+    def enter(self, keys: Sequence[str]) -> Snapshot | None:
+        """A lease, the key if nobody has it, and `keys` read with it, without a look before. Returns what was found.
+
+        None: its fate is not known. Then, and when somebody else has the key, `hold` goes on. Raises: as `hold`.
+        """
+        lease, key = self._take_lease(), self.wanted_key
+        # The store was at this revision when the lease was granted, and every later one is higher: see `claim.Claimed`.
+        before = self.node
+        self.node = dataclasses.replace(before, node_id=self._claimant.node_id, join=lease.revision)
+        put = Put(key, self._record(), lease.id)
+        outcome, found = self._store.write_and_read([Compare(key=key, exists=False)], [put], [*keys, key])
+        if outcome is Outcome.APPLIED:
+            self._begin(found.entries[key], self.node.node_id, lease.revision)
+        else:
+            self.node = before
+        return found if found.revision else None
 
     def write(self) -> None:
         """Make the key say what `node` is, if it does not. Raises as `hold`."""
@@ -130,6 +145,12 @@ class Holding:
         if self.lease:
             self._store.revoke(self.lease)
         self.forget()
+
+    def _take_lease(self) -> Lease:
+        lease = self._store.grant(self._ttl)
+        self.keeper = self._make_keeper(lease, lambda: self._on_lost(lease.id))  # or the lease ends by itself
+        self.lease = lease.id
+        return lease
 
     def _claim(self, now: float, seen: Snapshot | None) -> float | None:
         """Create the key; a live duplicate keeps the id, and this node takes the next one."""

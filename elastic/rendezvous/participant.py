@@ -4,7 +4,8 @@ to be in the store and does the difference, one step after another.
 Whatever an answer's fate, the next pass reads what it needs and goes on from there; nothing is sent again blindly. The
 wishes (`join`, `announce`, `done`, `leave` ...) are levels, not messages: a step that failed is simply still due.
 
-One join: lease -> own key (created, its id claimed) -> the leader's next round has a seat for it.
+One join: lease -> own key (created, its id claimed) -> the leader's next round has a seat for it. The first time the
+shared keys are read in the same transaction: of a thousand nodes that start at once each asks the store twice.
 One failure: `announce` moves this node's round to broken -> everybody stops -> `join(after=...)` -> the next round.
 One lost leader: its keys go with its lease -> everybody tries to create `leader` -> the one who did reads `nodes/`.
 One lost answer: UNKNOWN -> `round`, `leader` and the own key are read again -> what is still missing is done.
@@ -29,7 +30,8 @@ from elastic.rendezvous.leader_view import Rules
 from elastic.rendezvous.leading import Office
 from elastic.rendezvous.membership import Breakage
 from elastic.rendezvous.mismatch import Mismatch
-from elastic.rendezvous.records import Keys, nodes_of
+from elastic.rendezvous.peers import Peers
+from elastic.rendezvous.records import Keys
 from elastic.rendezvous.round import Node, Phase
 from elastic.rendezvous.state import State
 from elastic.rendezvous.store import Compare, Entry, Event, Outcome, Put, Snapshot, Store, Watch
@@ -38,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.05  # doubling, with jitter, while the store does not answer or refuses
 _LONGEST_RETRY_SECONDS = 1.0
-_SHOWN_PEERS = 32  # addresses are shown for jobs of this size; more would be N reads of N records
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +112,7 @@ class Participant:
         self._mismatch = Mismatch(
             run_id=keys.run_id, mine=settings.rules.settings, patience_seconds=settings.ttl_seconds + 1
         )
-        self._peers: tuple[Node, ...] = ()
-        self._peers_of = 0
+        self._peers = Peers(store, keys)
         self._error: ElasticError | None = None
         self._answered_at = clock()
         self.state = State(node=self._own.node, answered_at=self._answered_at)
@@ -234,16 +234,24 @@ class Participant:
                     return now  # who leads may have been told meanwhile
         if self._own.entry is not None:
             due.append(self._lead(now))
-            self._read_peers()
+            if self._election.leading is None:
+                self._peers.read(self._chronicle.round)
         return min((time for time in due if time is not None), default=None)
 
     # Reading.
+
+    def _is_fresh(self) -> bool:
+        """It wants to join, knows nothing, and need not know what there was before."""
+        knows_nothing = self._watch is None and not self._own.lease and not self._settings.restarted
+        return knows_nothing and self._is_joined and not self._is_lost and not self._is_going and not self._breakage
 
     def _read(self, now: float) -> Snapshot:
         """Read the two shared keys and the one that is to be this node's; the first time, watch the two from there."""
         is_first = self._watch is None
         takes = {self._keys.round: self._take_round, self._keys.leader: self._take_leader}
-        found = self._store.read(*takes, self._own.wanted_key)
+        found = self._own.enter(list(takes)) if self._is_fresh() else None
+        if found is None:
+            found = self._store.read(*takes, self._own.wanted_key)
         if self._chronicle.is_newer_than(found.revision):
             logger.warning("node %s: etcd was put back to an older state: going on from that", self._own.node.node_id)
             self._chronicle.forget_revisions()
@@ -292,17 +300,6 @@ class Participant:
         news, current = self._chronicle.news, self._chronicle.round
         if not is_first and news is not None and current is not None and news.incarnation == current.incarnation:
             self._incarnation = news.incarnation
-
-    def _read_peers(self) -> None:
-        """Their addresses, once per round, for who wants to see them."""
-        current = self._chronicle.round
-        if current is None or current.number == self._peers_of or self._election.leading is not None:
-            return
-        self._peers_of = current.number
-        self._peers = ()
-        if len(current.members) <= _SHOWN_PEERS:
-            entries = self._store.read(self._keys.nodes, prefix=True).entries.values()
-            self._peers = tuple(nodes_of(entries))
 
     # The lease.
 
@@ -387,7 +384,9 @@ class Participant:
         self.state = State(
             node=node,
             round=current if concerns else None,
-            nodes=self._election.leading.nodes if self._election.leading is not None else (self._peers or (node,)),
+            nodes=self._election.leading.nodes
+            if self._election.leading is not None
+            else (self._peers.nodes or (node,)),
             news=news,
             is_joined=self._is_joined,
             is_leader=self._election.leading is not None,

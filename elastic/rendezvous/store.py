@@ -84,6 +84,7 @@ class Lease:
     id: int
     ttl_seconds: int
     sent: float  # CLOCK_BOOTTIME when it was asked for: it ends no earlier than a ttl after this
+    revision: int = 0  # the store's when it was granted
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +128,15 @@ class Store(Protocol):
         send again what got no answer, so that UNKNOWN is left for a store that stays away. Without it any missing
         answer is UNKNOWN. The revision is 0 for UNKNOWN and where a lease was gone.
         Raises: StoreRefusedError; ValueError for more than MAX_OPERATIONS or two operations on one key.
+        """
+
+    def write_and_read(
+        self, compares: Sequence[Compare], operations: Sequence[Put | Delete], keys: Sequence[str]
+    ) -> tuple[Outcome, Snapshot]:
+        """As `write` without a nonce, and in the same transaction the state of these keys after it, applied or refused.
+
+        The snapshot is empty, at revision 0, for UNKNOWN and where a lease was gone.
+        Raises: as `write`.
         """
 
     def grant(self, ttl_seconds: int) -> Lease:

@@ -12,13 +12,13 @@ import dataclasses
 import logging
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import tenacity
 
 from elastic.errors import StoreUnavailableError
-from elastic.rendezvous.store import Compare, Delete, Entry, Outcome, Put, check_operations
+from elastic.rendezvous.store import Compare, Delete, Entry, Outcome, Put, Snapshot, check_operations
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class Answer:
     succeeded: bool
     revision: int
     peeked: Entry | None = None  # where it did not succeed: the nonce key as it is
+    found: Mapping[str, Entry] = dataclasses.field(default_factory=dict)  # of the keys that were to be read after it
     lease_missing: bool = False
 
 
@@ -42,7 +43,14 @@ class NotAppliedError(StoreUnavailableError):
 class Commit(Protocol):
     """Sends one transaction once. Raises StoreUnavailableError where no answer came: it may be applied even so."""
 
-    def __call__(self, compares: Sequence[Compare], operations: Sequence[Put | Delete], peek: str | None) -> Answer: ...
+    def __call__(
+        self,
+        compares: Sequence[Compare],
+        operations: Sequence[Put | Delete],
+        peek: str | None,
+        keys: Sequence[str] = (),
+    ) -> Answer:
+        """`peek` is read in it where it fails, `keys` are in either case."""
 
 
 class Transactor:
@@ -80,6 +88,19 @@ class Transactor:
         except StoreUnavailableError as exc:
             self._complain(str(exc))
             return Outcome.UNKNOWN, 0
+
+    def write_and_read(
+        self, compares: Sequence[Compare], operations: Sequence[Put | Delete], keys: Sequence[str]
+    ) -> tuple[Outcome, Snapshot]:
+        """See `Store.write_and_read`."""
+        check_operations(operations)
+        try:
+            answer = self._retrying_unsent(self._commit, compares, operations, None, keys)
+        except StoreUnavailableError as exc:
+            self._complain(str(exc))
+            return Outcome.UNKNOWN, Snapshot(entries={}, revision=0)
+        outcome, revision = _outcome(answer)
+        return outcome, Snapshot(entries=answer.found, revision=revision)
 
     def _complain(self, why: str) -> None:
         """The caller tries again and knows nothing of this; it goes away by itself, or not at all."""

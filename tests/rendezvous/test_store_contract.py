@@ -237,6 +237,22 @@ def test_a_revoked_lease_takes_its_keys_at_once(place: Place) -> None:
     place.store.revoke(lease.id)
 
 
+def test_what_is_read_with_a_write_is_as_it_is_after_it_whether_it_was_applied_or_not(place: Place) -> None:
+    a, b, none = place.key("a"), place.key("b"), place.key("none")
+    place.put("b", "2")
+    lease = place.store.grant(60)
+    outcome, found = place.store.write_and_read([Compare(key=a, exists=False)], [Put(a, "1", lease.id)], [a, b, none])
+    assert outcome is Outcome.APPLIED
+    assert {key: entry.value for key, entry in found.entries.items()} == {a: "1", b: "2"}
+    assert (found.entries[a].mod_revision, found.entries[a].lease) == (found.revision, lease.id)
+    assert lease.revision == found.revision - 1
+    outcome, again = place.store.write_and_read([Compare(key=a, exists=False)], [Put(a, "3")], [none, a])
+    assert (outcome, again.entries, again.revision) == (Outcome.REFUSED, {a: found.entries[a]}, found.revision)
+    place.store.revoke(lease.id)
+    outcome, gone = place.store.write_and_read([], [Put(a, "4", lease.id)], [a, b])
+    assert (outcome, dict(gone.entries), gone.revision) == (Outcome.REFUSED, {}, 0)
+
+
 @pytest.mark.parametrize("nonce", [None, "nonce"])
 def test_a_write_under_a_lease_that_is_gone_is_refused(place: Place, nonce: str | None) -> None:
     lease = place.store.grant(60)

@@ -100,22 +100,25 @@ class FakeServer:
             found = {k: e for k, e in entries if any(_matches(k, key, prefix) for key in keys)}
             return Snapshot(entries=found, revision=self.revision)
 
-    def commit(self, compares: Sequence[Compare], operations: Sequence[Put | Delete], peek: str | None) -> Answer:
+    def commit(
+        self, compares: Sequence[Compare], operations: Sequence[Put | Delete], peek: str | None, keys: Sequence[str]
+    ) -> Answer:
         with self._lock:
             if not all(self._holds(compare) for compare in compares):
                 peeked = self.entries.get(peek) if peek else None
-                return Answer(succeeded=False, revision=self.revision, peeked=peeked)
+                found = self.snapshot(keys, prefix=False).entries
+                return Answer(succeeded=False, revision=self.revision, peeked=peeked, found=found)
             if any(isinstance(op, Put) and op.lease and op.lease not in self.leases for op in operations):
                 return Answer(succeeded=False, revision=0, lease_missing=True)
             self._apply(operations)
-            return Answer(succeeded=True, revision=self.revision)
+            return Answer(succeeded=True, revision=self.revision, found=self.snapshot(keys, prefix=False).entries)
 
     def grant(self, ttl_seconds: int) -> Lease:
         with self._lock:
             granted = max(MIN_TTL_SECONDS, ttl_seconds)
             lease_id, self._next_lease = self._next_lease, self._next_lease + 1
             self.leases[lease_id] = _FakeLease(granted, self.clock() + granted)
-            return Lease(id=lease_id, ttl_seconds=granted, sent=self.clock())
+            return Lease(id=lease_id, ttl_seconds=granted, sent=self.clock(), revision=self.revision)
 
     def renew(self, lease_id: int) -> int:
         with self._lock:
@@ -266,6 +269,13 @@ class FakeStore:
         self._counts["unknown_writes"] += outcome is Outcome.UNKNOWN
         return outcome, revision
 
+    def write_and_read(
+        self, compares: Sequence[Compare], operations: Sequence[Put | Delete], keys: Sequence[str]
+    ) -> tuple[Outcome, Snapshot]:
+        outcome, found = self._transactor.write_and_read(compares, operations, keys)
+        self._counts["unknown_writes"] += outcome is Outcome.UNKNOWN
+        return outcome, found
+
     def grant(self, ttl_seconds: int) -> Lease:
         lease: Lease = self._retrying(self._attempt, "grant", lambda: self.server.grant(ttl_seconds))
         return lease
@@ -302,8 +312,14 @@ class FakeStore:
         for watch in self._watches:
             watch.close()
 
-    def _commit(self, compares: Sequence[Compare], operations: Sequence[Put | Delete], peek: str | None) -> Answer:
-        return self._attempt("write", lambda: self.server.commit(compares, operations, peek))
+    def _commit(
+        self,
+        compares: Sequence[Compare],
+        operations: Sequence[Put | Delete],
+        peek: str | None,
+        keys: Sequence[str] = (),
+    ) -> Answer:
+        return self._attempt("write", lambda: self.server.commit(compares, operations, peek, keys))
 
     def _attempt(self, operation: str, act: Callable[[], _T]) -> _T:
         self._counts["operations"] += 1

@@ -34,6 +34,14 @@ class Metered:
         self._counters.add("writes")
         return self._store.write(compares, operations, **nonce)
 
+    def write_and_read(
+        self, compares: Sequence[Compare], operations: Sequence[Put | Delete], keys: Sequence[str]
+    ) -> tuple[Outcome, Snapshot]:
+        self._counters.add("writes")
+        outcome, found = self._store.write_and_read(compares, operations, keys)
+        self._weigh(found.entries.values())
+        return outcome, found
+
     def grant(self, ttl_seconds: int) -> Lease:
         self._counters.add("grants")
         return self._store.grant(ttl_seconds)
