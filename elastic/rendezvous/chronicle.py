@@ -13,6 +13,8 @@ from elastic.rendezvous.store import Entry
 
 logger = logging.getLogger(__name__)
 
+GHOST_SECONDS = 1.0  # beyond its ttl: by then the store has ended the lease of a node that is dead
+
 
 class Chronicle:
     """The newest round and leader, and what only their history tells."""
@@ -22,6 +24,7 @@ class Chronicle:
         self.round_entry: Entry | None = None
         self.leader_entry: Entry | None = None
         self.news: News | None = None
+        self.leader_since = 0.0  # when this leader's key was first seen
         self.ended_at = 0.0  # when `round` was first seen not running
         self.let_in: dict[tuple[str, int], float] = {}  # seats of `round` that joined the job while it lived
         self.highest = 0  # round number ever seen
@@ -74,13 +77,16 @@ class Chronicle:
             old = {(member.node_id, member.join) for member in before.members}
             self.let_in = {**dict.fromkeys(seats - old, now), **self.let_in}
 
-    def take_leader(self, entry: Entry | None, revision: int) -> bool:
+    def take_leader(self, entry: Entry | None, revision: int, now: float) -> bool:
         """What `leader` was at `revision`; returns whether that is new."""
         if revision <= self._leader_revision:
             return False
         self._leader_revision = revision
-        if entry == self.leader_entry:
+        before = self.leader_entry
+        if entry == before:
             return False
+        if entry is None or before is None or entry.create_revision != before.create_revision:
+            self.leader_since = now
         self.leader_entry = entry
         try:
             self.news = News.from_json(entry.value) if entry is not None else None

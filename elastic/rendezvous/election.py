@@ -6,6 +6,7 @@ While this node leads, its `Leading` does the leader's work.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from elastic.rendezvous.holding import Holding, LeaseGoneError
 from elastic.rendezvous.leading import Leading, Office
@@ -21,9 +22,11 @@ _SPREAD_SECONDS = 0.0005  # per node, of as many as may come at first: a thousan
 class Election:
     """This node's part in it; used by the participant's thread while the node's key stands."""
 
-    def __init__(self, office: Office, own: Holding) -> None:
+    def __init__(self, office: Office, own: Holding, take_leader: Callable[[Entry | None, int], None]) -> None:
+        """`take_leader` is told of the key `leader` at a revision, as by a watch of it."""
         self._office = office
         self._own = own
+        self._take_leader = take_leader
         self._try_at: float | None = None
         self.leading: Leading | None = None  # while this node leads
 
@@ -78,10 +81,11 @@ class Election:
         held = found.get(own.key)
         if held is None or held.lease != own.lease:
             raise LeaseGoneError
-        chronicle.take_leader(found.get(key), found.revision)
         if outcome is not Outcome.APPLIED:
             self._try_at = None
+            self._take_leader(found.get(key), found.revision)
             return False, now if chronicle.leader_entry is None else None
+        chronicle.take_leader(found.get(key), found.revision, now)
         logger.info("node %s leads", node_id)
         self._begin()
         return True, None

@@ -13,7 +13,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from elastic.rendezvous.chronicle import Chronicle
+from elastic.rendezvous.chronicle import GHOST_SECONDS, Chronicle
 from elastic.rendezvous.leader import Wait, Write, lead
 from elastic.rendezvous.leader_view import LeaderView, Rules, Seen, expected_settings
 from elastic.rendezvous.mismatch import other_program
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 _ACTS_PER_PASS = 8
 _COMPARED_MEMBERS = 100
-_GHOST_SECONDS = 1.0  # beyond its ttl: by then the store has ended the lease of a node that is dead
 _NEWS_SECONDS = 0.3  # between two pieces of news: each goes to every node
 _NEWS_SECONDS_PER_NODE = 0.004  # more, and before each: what has passed by then need not be told to a thousand nodes
 
@@ -82,7 +81,7 @@ class Leading:
             return ""
         for seen in self._nodes.values():
             belongs = current.seat_of(seen.node.node_id, seen.node.join) is not None
-            lives = now - seen.since > self._rules.ttl_seconds + _GHOST_SECONDS
+            lives = now - seen.since > self._rules.ttl_seconds + GHOST_SECONDS
             if lives and (belongs or seen.node.incarnation == current.incarnation):
                 return current.incarnation
         return ""
@@ -300,5 +299,5 @@ class Leading:
                 mod_revision=revision,
                 lease=self._lease,
             )
-            self._chronicle.take_leader(entry, revision)
+            self._chronicle.take_leader(entry, revision, now)
         return True, min(due, default=None)

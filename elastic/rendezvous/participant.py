@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from elastic.errors import ElasticError, StoreRefusedError, StoreUnavailableError
 from elastic.rendezvous.breaking import broken_by
-from elastic.rendezvous.chronicle import Chronicle
+from elastic.rendezvous.chronicle import GHOST_SECONDS, Chronicle
 from elastic.rendezvous.election import Election
 from elastic.rendezvous.holding import Holding, Keeper, LeaseGoneError, MakeKeeper
 from elastic.rendezvous.identity import Identity
@@ -96,10 +96,8 @@ class Participant:
             clock=clock,
             draw=self._draw,
         )
-        self._election = Election(office, self._own)
-        self._is_joined = False
-        self._is_going = False
-        self._has_left = False
+        self._election = Election(office, self._own, self._take_leader)
+        self._is_joined = self._is_going = self._has_left = False
         self._incarnation = ""  # that this node has seen alive
         self._seated = 0  # the last round in which this node had a seat
         self._is_lost = False  # the lease ended while that round's workers could live
@@ -295,10 +293,12 @@ class Participant:
         self._seated, self._incarnation = current.number, current.incarnation
 
     def _take_leader(self, entry: Entry | None, revision: int, is_first: bool = False) -> None:
-        if not self._chronicle.take_leader(entry, revision):
-            return
+        """One that tells something before our eyes lives, and one whose key outlasts a lease."""
+        now = self._clock()
+        is_new = self._chronicle.take_leader(entry, revision, now) and not is_first
+        lasts = now - self._chronicle.leader_since > self._settings.ttl_seconds + GHOST_SECONDS
         news, current = self._chronicle.news, self._chronicle.round
-        if not is_first and news is not None and current is not None and news.incarnation == current.incarnation:
+        if (is_new or lasts) and news and current is not None and news.incarnation == current.incarnation:
             self._incarnation = news.incarnation
 
     # The lease.
