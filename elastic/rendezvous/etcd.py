@@ -224,10 +224,15 @@ def _range_end(key: str, prefix: bool) -> bytes:
     return bytes(etcd3.utils.increment_last_byte(key.encode())) if prefix else b""
 
 
+def _text(data: bytes) -> str:
+    """What another hand has written below our prefix need not be text: it is nobody's record then, and no error."""
+    return data.decode(errors="replace")
+
+
 def _entry(found: Any) -> Entry:
     return Entry(
-        key=found.key.decode(),
-        value=found.value.decode(),
+        key=_text(found.key),
+        value=_text(found.value),
         create_revision=found.create_revision,
         mod_revision=found.mod_revision,
         lease=found.lease,
@@ -262,7 +267,7 @@ def _batch(answer: Any) -> Batch:
     events = []
     for event in answer.events:
         entry = None if event.type else _entry(event.kv)  # 0 is PUT, 1 is DELETE
-        events.append(Event(key=event.kv.key.decode(), revision=event.kv.mod_revision, entry=entry))
+        events.append(Event(key=_text(event.kv.key), revision=event.kv.mod_revision, entry=entry))
     return Batch(
         watch_id=answer.watch_id,
         created=answer.created,

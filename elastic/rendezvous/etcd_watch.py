@@ -231,6 +231,9 @@ class Watches:
                 raise
         except RuntimeError as exc:  # a stream has threads of its own, and a host may have no room for one now
             raise StoreUnavailableError(f"{self._names()} cannot be watched: {exc}; see ulimit -u") from exc
+        except Exception as exc:  # the top of a thread that no watch can do without
+            logger.exception("watch of %s: a mistake of ours", self._names())
+            raise StoreUnavailableError(f"{self._names()} cannot be watched: {exc!r}") from exc
 
     def _read(self, stream: Stream) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import subprocess
 import sys
 import threading
@@ -220,6 +221,18 @@ def test_compaction_below_a_watch_that_was_cut_off_is_a_gap(
         eventually(lambda: listener.told[-1] == "5")
         assert listener.told == ["2", "gap", "5"]
         ours.close()
+
+
+def test_what_is_not_text_ends_no_watch(cluster: EtcdCluster, stores: tuple[EtcdStore, EtcdStore]) -> None:
+    ours, other = stores
+    listener = Listener(ours, put(other, "1"))
+    bytes_of_nobody = base64.b64encode(b"\xff\xfe").decode()
+    cluster.ask("/v3/kv/put", {"key": base64.b64encode(KEY.encode()).decode(), "value": bytes_of_nobody})
+    put(other, "2")
+    eventually(lambda: listener.told[-1:] == ["2"])
+    assert listener.told == ["\ufffd\ufffd", "2"]
+    cluster.ask("/v3/kv/put", {"key": base64.b64encode(KEY.encode()).decode(), "value": bytes_of_nobody})
+    assert value(ours) == "\ufffd\ufffd"
 
 
 def test_a_server_that_lost_its_data_is_a_gap(tmp_path: Path) -> None:

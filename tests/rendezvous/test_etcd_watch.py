@@ -45,8 +45,9 @@ class Stream:
 class Connection:
     """It keeps its streams, and what each loan ended with. It may have no room for a stream's threads at first."""
 
-    def __init__(self, refusals: int = 0) -> None:
+    def __init__(self, refusals: int = 0, error: type[Exception] = RuntimeError) -> None:
         self.refusals = refusals
+        self.error = error
         self.streams: list[Stream] = []
         self.retired: list[BaseException] = []
 
@@ -61,7 +62,7 @@ class Connection:
     def watch(self) -> Stream:
         if self.refusals:
             self.refusals -= 1
-            raise RuntimeError("can't start new thread")
+            raise self.error("can't start new thread")
         self.streams.append(Stream())
         return self.streams[-1]
 
@@ -218,6 +219,15 @@ def test_closing_waits_for_a_callback_and_may_be_called_from_one(connection: Con
     go_on.set()
     closing.join(20.0)
     assert ended.is_set()
+
+
+def test_no_error_ends_the_thread_that_all_depend_on(caplog: pytest.LogCaptureFixture) -> None:
+    connection, heard = Connection(2, ValueError), Heard()
+    with contextlib.closing(Watches(connection.borrow, timeout_seconds=5.0)) as watches:
+        watch(watches, heard, "k", after=4)
+        connection.asked(1).say(Batch(watch_id=0, created=True, revision=4), change(0, 5))
+        wait_for(lambda: heard.revisions, seconds=20.0, what="the change is told")
+    assert caplog.text.count("watch of k: a mistake of ours") == 2
 
 
 @pytest.mark.parametrize("where", ["of the stream", "of its timer"])
