@@ -67,7 +67,8 @@ def show_job(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 def drain_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | None, wait: bool) -> int:
     """Have the one agent that is meant save and stop; asked again it says how far it is.
 
-    `wait`: until its process has ended. Raises: UsageError when it is not clear who is meant.
+    `wait`: until its process has ended; returns its exit code then, 0 for one that has drained.
+    Raises: UsageError when it is not clear who is meant.
     """
     agent = the_agent(environ, run_id=run_id, pid=pid)
     if agent is None:
@@ -78,23 +79,25 @@ def drain_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | No
         print(f"agent {agent.pid} of job {agent.status.run_id} drains already{bound}", flush=True)
     else:
         print(f"asked agent {agent.pid} of job {agent.status.run_id} to drain{bound}", flush=True)
-    if wait:
-        last = _wait_for_end(agent)
-        outcome = f" ({last.outcome})" if last.outcome else ""
-        newest = shown(last.checkpoint.disk_step)
-        print(f"it has ended{outcome}, its log says how; newest committed step it told of: {newest}")
-    return int(ExitCode.SUCCEEDED)
+    return _wait_for_end(agent) if wait else int(ExitCode.SUCCEEDED)
 
 
-def _wait_for_end(agent: FoundAgent) -> JobStatus:
-    """Until its process is gone, however long that takes. Returns the last that it answered."""
+def _wait_for_end(agent: FoundAgent) -> int:
+    """Until its process is gone, however long that takes; says how it has ended, and returns that."""
     from elastic.rendezvous.identity import start_time
 
     last, began = agent.status, start_time(agent.pid)
+    ended = client.wait_for_end(agent)
     while began is not None and start_time(agent.pid) == began:  # another one may get its pid
         last = client.ask(agent) or last
         time.sleep(_LOOK_SECONDS)
-    return last
+    if ended is None:
+        newest = shown(last.checkpoint.disk_step)
+        print(f"it has ended without a word, its log says how; newest committed step it told of: {newest}")
+        return int(ExitCode.FAILED)
+    step, newest = (shown(None if number < 0 else number) for number in (ended.step, ended.committed_step))
+    print(f"it has ended with exit code {ended.exit_code} at step {step}; newest committed step: {newest}")
+    return 0 if ended.exit_code in (ExitCode.SUCCEEDED, ExitCode.DRAINED) else ended.exit_code
 
 
 def the_agent(environ: Mapping[str, str], *, run_id: str | None, pid: int | None) -> FoundAgent | None:

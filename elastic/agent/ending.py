@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
+from concurrent.futures import Future
 
 from elastic.config import JobConfig
 from elastic.errors import ElasticError, ExitCode
+from elastic.metrics.site import Answer, Ask, json_line
 from elastic.status import FailureStatus
 
 logger = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +37,29 @@ class Ending:
     committed_step: int
     failure: FailureStatus | None
     last_words: str
+
+
+class Farewell:
+    """How this agent has ended, for those who wait for that on its socket: POST /end is answered then.
+
+    `answer` is for any thread.
+    """
+
+    def __init__(self) -> None:
+        self._ending: Future[Ending] = Future()
+        self._waiting = 0
+
+    def answer(self, _: Ask) -> Answer:
+        self._waiting += 1
+        ending = self._ending.result()
+        told = {"exit_code": ending.exit_code, "step": ending.applied_step, "committed_step": ending.committed_step}
+        return Answer(200, json_line(told), "application/json")
+
+    def tell(self, ending: Ending) -> None:
+        """The answers are on their way when this returns; the server may be closed."""
+        self._ending.set_result(ending)
+        if self._waiting:
+            time.sleep(_ANSWER_SECONDS)
 
 
 def say_how_it_ended(ending: Ending, config: JobConfig) -> None:

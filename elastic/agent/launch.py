@@ -17,7 +17,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from elastic.agent.agent import SIGNALS, Agent
 from elastic.agent.assembly import highest_round, make_rendezvous
 from elastic.agent.crew import Crew
-from elastic.agent.ending import say_how_it_ended
+from elastic.agent.ending import Farewell, say_how_it_ended
 from elastic.agent.environment import job_command
 from elastic.agent.give_back import note_membership
 from elastic.agent.guard import Guard
@@ -73,17 +73,19 @@ def run_job(config: JobConfig) -> int:
 
 def _run(config: JobConfig, notifier: Notifier, mailbox: Mailbox, start: Start, life: Life) -> int:
     """Raises: StoppedError, ElasticError: before the agent's loop has begun."""
-    agent, held = start.find_room(lambda: _prepare(config, notifier, mailbox, start, life))
+    farewell = Farewell()
+    agent, held = start.find_room(lambda: _prepare(config, notifier, mailbox, start, life, farewell))
     with held:
         agent.run()
         ending = agent.ending()
         life.end(ending.exit_code)
         say_how_it_ended(ending, config)
+        farewell.tell(ending)
         return int(ending.exit_code)
 
 
 def _prepare(
-    config: JobConfig, notifier: Notifier, mailbox: Mailbox, start: Start, life: Life
+    config: JobConfig, notifier: Notifier, mailbox: Mailbox, start: Start, life: Life, farewell: Farewell
 ) -> tuple[Agent, contextlib.ExitStack]:
     """The agent, and what is to be closed when it has run. Raises: as `_run`; OSError: there is no room for it."""
     with contextlib.ExitStack() as stack:
@@ -141,7 +143,7 @@ def _prepare(
             metrics=metrics.text,
             points=measuring.points,
             targets=measuring.targets,
-            controls={"/profile": profiles.answer, "/drain": agent.orders.answer},
+            controls={"/profile": profiles.answer, "/drain": agent.orders.answer, "/end": farewell.answer},
         )
         server = StatusServer(tcp, socket_path(instance.folder.parent, os.getpid()), site, access)
         stack.enter_context(contextlib.closing(server))

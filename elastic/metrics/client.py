@@ -104,10 +104,33 @@ def ask(agent: FoundAgent) -> JobStatus | None:
         return None
 
 
-def command(agent: FoundAgent, path: str, arguments: Mapping[str, str]) -> tuple[int, str]:
-    """A command on the agent's socket: (code, text) as it answers. Raises: ElasticError when it does not."""
+class Ended(NamedTuple):
+    """How an agent has ended; the steps are -1 where there is none."""
+
+    exit_code: int
+    step: int
+    committed_step: int
+
+
+def wait_for_end(agent: FoundAgent) -> Ended | None:
+    """However long it takes. None: it could not say, as one that is killed, or is of before an upgrade."""
+    try:
+        code, text = command(agent, "/end", {}, seconds=None)
+        return Ended(**json.loads(text)) if code == 200 else None
+    except (ElasticError, ValueError, TypeError):
+        return None
+
+
+def command(
+    agent: FoundAgent, path: str, arguments: Mapping[str, str], *, seconds: float | None = _ASK_SECONDS
+) -> tuple[int, str]:
+    """A command on the agent's socket: (code, text) as it answers within the time, None: whenever it does.
+
+    Raises: ElasticError when it does not.
+    """
     try:
         with runtime.connect(agent.socket, _ASK_SECONDS) as connection:
+            connection.settimeout(seconds)
             request = http.client.HTTPConnection("localhost")
             request.sock = connection
             request.request("POST", f"{path}?{urlencode(arguments)}")

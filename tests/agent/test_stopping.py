@@ -45,6 +45,17 @@ def test_a_drain_that_could_not_save_is_exit_5(tmp_path: Path) -> None:
     assert re.search(r"stopped at step \d+, and (step \d+ is the newest that|nothing) (is|was) committed", job.output)
 
 
+@pytest.mark.parametrize(("how", "code"), [("", 143), ("drain-unsaved", 5)])
+def test_who_waits_for_a_drain_is_told_how_the_agent_has_ended(tmp_path: Path, how: str, code: int) -> None:
+    with running(tmp_path, *PAIR, *FOREVER, *([how] if how else [])) as job:
+        job.wait_step(5)
+        command = [sys.executable, "-m", "elastic", "drain", "--wait"]
+        done = subprocess.run(command, env=job.environ, capture_output=True, text=True, timeout=60)
+        assert job.wait(10) == code, job.output
+    assert done.returncode == (0 if code == 143 else code), done
+    assert re.search(rf"it has ended with exit code {code} at step \d+; newest committed step: \d+\n", done.stdout)
+
+
 def test_workers_that_outstay_the_drain_grace_are_killed_and_the_loss_is_exit_5(tmp_path: Path) -> None:
     with running(tmp_path, *PAIR, "--drain-grace", "1", *FOREVER, "deaf") as job:
         job.wait_step(5)
