@@ -6,9 +6,22 @@ import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_CGROUP = Path("/sys/fs/cgroup")
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+class _Names(NamedTuple):
+    """Of the files of a control group."""
+
+    limit: str
+    used: str
+    droppable: str  # in memory.stat: the page cache that goes first
+
+
+_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Names("memory.max", "memory.current", "inactive_file")
 
 
 def rss_bytes(pid: int) -> int | None:
@@ -19,17 +32,19 @@ def rss_bytes(pid: int) -> int | None:
         return None
 
 
-def memory_limit_bytes() -> int:
+def memory_limit_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     """What all processes here may use together."""
-    return min(_meminfo("MemTotal"), _cgroup_value("memory.max") or (1 << 63))
+    folder, names = _own_group(proc, cgroups)
+    return min(_meminfo(proc, "MemTotal"), _value(folder / names.limit) or (1 << 63))
 
 
-def memory_used_bytes() -> int:
+def memory_used_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     """What is in use of the limit, without what the kernel can drop."""
-    total, free = _meminfo("MemTotal"), _meminfo("MemAvailable")
-    limit, used = _cgroup_value("memory.max"), _cgroup_value("memory.current")
+    total, free = _meminfo(proc, "MemTotal"), _meminfo(proc, "MemAvailable")
+    folder, names = _own_group(proc, cgroups)
+    limit, used = _value(folder / names.limit), _value(folder / names.used)
     if limit is not None and used is not None and limit < total:
-        return max(0, used - _cgroup_stat("inactive_file"))
+        return max(0, used - _stat(folder, names.droppable))
     return total - free
 
 
@@ -44,32 +59,38 @@ def folder_bytes(folders: Iterable[Path]) -> int:
     return total
 
 
-def _meminfo(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+def _meminfo(proc: Path, name: str) -> int:
+    for line in (proc / "meminfo").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return 0
 
 
-def _cgroup_value(name: str) -> int | None:
-    """Of this process's own control group (v2); None where there is no such limit."""
+def _value(path: Path) -> int | None:
+    """None where there is no such limit."""
     try:
-        text = (_cgroup() / name).read_text().strip()
-        return int(text)
+        return int(path.read_text())
     except (OSError, ValueError):
         return None
 
 
-def _cgroup_stat(name: str) -> int:
+def _stat(folder: Path, name: str) -> int:
     with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in (_cgroup() / "memory.stat").read_text().splitlines():
+        for line in (folder / "memory.stat").read_text().splitlines():
             if line.startswith(f"{name} "):
                 return int(line.split()[1])
     return 0
 
 
-def _cgroup() -> Path:
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        if line.startswith("0::"):
-            return _CGROUP / line[3:].lstrip("/")
-    return _CGROUP
+def _own_group(proc: Path, cgroups: Path) -> tuple[Path, _Names]:
+    """This process's own; v1 has a tree for memory alone. In a container the mount may begin at the own group."""
+    root, names, own = cgroups, _V2, ""
+    for line in (proc / "self" / "cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            root, names, own = cgroups / "memory", _V1, path
+            break
+        if number == "0":
+            own = path
+    folder = root / own.lstrip("/")
+    return (folder if folder.is_dir() and ".." not in folder.parts else root), names
