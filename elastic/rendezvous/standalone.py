@@ -129,13 +129,20 @@ class Standalone:
             Limits(min_nodes=1, max_nodes=1),
             incarnation=self._incarnation,
             first_number=self._first_number,
-            cause=self._round.cause if self._round else "started",
+            cause=self._cause_of_next(),
         )
         if decided is None:
             return None
         self._joining_since = None
         self._set(decided)
         return None
+
+    def _cause_of_next(self) -> str:
+        if self._round is None:
+            return "started"
+        if self._round.phase is Phase.RUNNING:  # nothing has been announced
+            return "the workers have saved and left, though nobody asked this agent: SIGTERM to them alone?"
+        return self._round.cause
 
     def fence(self, now: float) -> float:
         return now + self._fence_seconds

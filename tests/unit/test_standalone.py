@@ -57,6 +57,17 @@ def test_a_failure_after_progress_is_followed_by_the_next_round_at_once() -> Non
     assert membership.view().restarts_used == 1
 
 
+def test_workers_that_left_without_a_failure_are_not_put_down_to_the_last_one() -> None:
+    membership, _ = make()
+    membership.join(after=0, store_port=1)
+    fail(membership, progressed=True)
+    for after, cause in ((5, "x"), (6, "the workers have saved and left, though nobody asked this agent: SIGTERM to")):
+        membership.join(after=after, store_port=1)
+        current = membership.view().round
+        assert current is not None
+        assert current.cause.startswith(cause)
+
+
 def test_the_round_does_not_follow_before_its_workers_have_stopped() -> None:
     membership, _ = make()
     membership.join(after=0, store_port=1)
