@@ -6,7 +6,10 @@ import subprocess
 import sys
 import time
 
-BENCHES = ("bench_step", "bench_recovery", "bench_checkpoints", "bench_memory", "bench_metrics", "bench_scrape")
+BENCHES = (
+    *("bench_step", "bench_balance", "bench_recovery", "bench_nodes", "bench_rendezvous"),
+    *("bench_checkpoints", "bench_memory", "bench_metrics", "bench_scrape"),
+)
 
 
 def main() -> int:

@@ -89,7 +89,7 @@ class Launch:
     def times(self) -> list[list[str]]:
         path = self.folder / "times"
         lines = path.read_text().splitlines() if path.exists() else []
-        return [line.split() for line in lines if len(line.split()) == 4]
+        return [line.split() for line in lines if len(line.split()) == 5]
 
     def newest(self, *, above: int = 0, steps_at_least: int = 1) -> int:
         """1 + the newest attempt, 0 when it is not above `above` or has fewer whole steps than that yet."""

@@ -2,8 +2,8 @@
 
     recovery_script.py FOLDER MEGABYTES [session]
 
-Each rank appends one line per step to FOLDER/times: attempt, rank, step, CLOCK_MONOTONIC seconds. With `session` it
-also tells the agent where it is, so that the incident has all its phases.
+Each rank appends one line per step to FOLDER/times: attempt, rank, step, CLOCK_MONOTONIC seconds, world size. With
+`session` it also tells the agent where it is, so that the incident has all its phases.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
         time.sleep(STEP_SECONDS)
         if session:
             session.report(step=step)
-        os.write(times, f"{attempt} {dist.get_rank()} {step} {time.monotonic()}\n".encode())
+        os.write(times, f"{attempt} {dist.get_rank()} {step} {time.monotonic()} {dist.get_world_size()}\n".encode())
         if step % SAVE_EVERY == 0:
             if dist.get_rank() == 0:
                 torch.save({"model": network.state_dict(), "step": step}, saved.with_suffix(".new"))
