@@ -51,6 +51,10 @@ class StaleRoundError(CheckpointError):
     """The directory holds states of a later round, or of the same round of another incarnation."""
 
 
+class ForeignDirectoryError(CheckpointError):
+    """The directory is another job's by now."""
+
+
 class CorruptCheckpointError(CheckpointError):
     """A file of a checkpoint is missing, damaged or foreign."""
 

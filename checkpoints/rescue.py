@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .choose import choose, find_homes
 from .claim import Claim, later_round, whose
-from .errors import CheckpointError, CorruptCheckpointError, StaleRoundError
+from .errors import CheckpointError, CorruptCheckpointError, ForeignDirectoryError, StaleRoundError
 from .held import Whole, held_in
 from .line import Line
 from .manifest import FileEntry, Hasher, Manifest
@@ -69,6 +69,8 @@ def rescue(
     others = _Others()
     while True:
         whole, saved = _look(storage, root, Path(folder) if folder is not None else None, run_id, struck)
+        if whole is None and folder is not None:
+            _check_superseded(storage, root, Path(folder), run_id)
         if whole is None or folder is None or not (storage.renames or is_first):
             return saved
         step = whole.mark.step
@@ -81,7 +83,9 @@ def rescue(
             except CorruptCheckpointError as exc:
                 logger.warning("step %d in memory is passed over: %s", step, exc)
                 struck[whole.commit] = str(exc)
-        elif is_alone or others.are_silent(commit.written()):
+        elif is_alone:  # whoever has begun it is dead, and its room is needed
+            commit.clear()
+        elif others.are_silent(commit.written()):
             others.dead += 1
         elif time.monotonic() >= deadline:
             raise CheckpointError(f"another node has not finished saving step {step} to {commit.working}")
@@ -120,9 +124,13 @@ class _Commit:
 
     def begin(self) -> bool:
         """Whether it is ours to do, and nobody else's. Raises: CheckpointError, OSError."""
-        self._check()
+        self.check()
         self._storage.make_directory(self._root)
         return self._storage.make_new_directory(self.working)
+
+    def clear(self) -> None:
+        """Of what a dead process has begun. Raises: OSError."""
+        discard(self._storage, self.working, self._whole.commit)
 
     def written(self) -> list[tuple[str, int | None]]:
         """What whoever has begun has written so far."""
@@ -140,13 +148,15 @@ class _Commit:
                 discard(self._storage, self.working, self._whole.commit)
             raise
 
-    def _check(self) -> Record | None:
+    def check(self) -> Record | None:
         """The directory's record, which says nothing against it. Raises: as `rescue`."""
         line, record = self._line, read_record(self._storage, self._root)
         if line.incarnation and record is not None and record.owner is not None:
             number, owner = record.owner
             if owner.rpartition("/")[0] != line.run_id:
-                raise CheckpointError(f"{self._root} is in round {number} of {owner!r}, this is of {whose(line)!r}")
+                raise ForeignDirectoryError(
+                    f"{self._root} is in round {number} of {owner!r}, this is of {whose(line)!r}"
+                )
         try:
             return self._claim.check(line)
         except StaleRoundError as exc:
@@ -156,7 +166,7 @@ class _Commit:
 
     def _stake(self) -> None:
         """Look once more; a round that could not be put on record when it began is, now."""
-        record, line = self._check(), self._line
+        record, line = self.check(), self._line
         if record is None or all(round_ < line.round for round_, _ in record.rounds):
             self._claim.stake(line)
 
@@ -187,6 +197,18 @@ class _Commit:
                 raise CorruptCheckpointError(f"{share.path} is damaged")
             files.append(FileEntry(name=name, bytes=share.image_bytes, checksum=share.checksum))
         return dataclasses.replace(whole.open().manifest, files=tuple(files))
+
+
+def _check_superseded(storage: Storage, root: str, folder: Path, run_id: str) -> None:
+    """What the directory has is newer than memory: if it is the directory of that job. Raises: as `rescue`."""
+    held = held_in(folder, run_id)
+    if not held:
+        return
+    newest = max(held, key=lambda whole: (whole.mark.round, whole.mark.step))
+    try:
+        _Commit(storage, root, folder, newest, 0).check()
+    except StaleRoundError as exc:
+        logger.warning("step %d in memory is of no use any more: %s", newest.mark.step, exc)
 
 
 def _look(

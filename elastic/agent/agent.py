@@ -130,7 +130,7 @@ class Agent(ElasticAgent):
                 self._pass(self._mailbox.wait(self._next_deadline()))
         finally:
             self._release()
-        self._finished = self._rescue.run(self._ended_with(), self.orders, self._serve)
+            self._finished = self._rescue.run(self._ended_with(), self.orders, self._serve)  # also when this has failed
         succeeded = self._finished is ExitCode.SUCCEEDED
         self._group.state = WorkerState.SUCCEEDED if succeeded else WorkerState.FAILED
         return RunResult(state=self._group.state, failures=self._story.failures)
@@ -147,6 +147,7 @@ class Agent(ElasticAgent):
             committed_step=crew.disk_step,
             failure=self._story.last_failure,
             last_words=self.sessions.last_words,
+            is_in_memory=self._rescue.is_kept,
         )
 
     def _ended_with(self) -> ExitCode:

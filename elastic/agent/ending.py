@@ -27,6 +27,7 @@ class Ending:
         had_last_round: workers of the job's last round ran here; not on a spare.
         applied_step, committed_step: the newest that any worker has told of; -1: none has.
         last_words: what a stop means to workers of this kind.
+        is_in_memory: steps that could not be saved wait there for the next start.
     """
 
     exit_code: ExitCode
@@ -37,6 +38,7 @@ class Ending:
     committed_step: int
     failure: FailureStatus | None
     last_words: str
+    is_in_memory: bool = False
 
 
 class Farewell:
@@ -78,6 +80,8 @@ def say_how_it_ended(ending: Ending, config: JobConfig) -> None:
         logger.info("the job has drained before a step that would have to be saved: run it again to go on")
     elif code is ExitCode.DRAINED:
         logger.info("the job was stopped; %s", ending.last_words)
+    elif code is ExitCode.STEPS_LOST and ending.is_in_memory:
+        logger.error("stopped at step %d, and %s: the next start on this host has the rest in memory", applied, newest)
     elif code is ExitCode.STEPS_LOST:
         lost = "what lies between" if on_disk >= 0 else "what was trained"
         others = ", unless other nodes of the job have it in memory and go on" if config.max_nodes > 1 else ""

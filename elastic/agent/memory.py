@@ -118,6 +118,9 @@ def sweep(finder: Finder, environ: Mapping[str, str] = os.environ) -> Inheritanc
 
 def _take(descriptor: int, folder: Path, finder: Finder) -> bool:
     """Whether the folder is locked by us now, and ours to see to."""
+    status = os.fstat(descriptor)
+    if status.st_uid != os.geteuid():  # what another user has put there is nothing to wait for, nor to read
+        return False
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,9 +128,7 @@ def _take(descriptor: int, folder: Path, finder: Finder) -> bool:
         except BlockingIOError:
             if not finder.waits_for(folder):
                 return False
-    status = folder.stat()
-    is_new = folder.name.startswith(".") and time.time() - status.st_mtime < _NEW_SECONDS
-    return not is_new and status.st_uid == os.geteuid()
+    return not folder.name.startswith(".") or time.time() - status.st_mtime >= _NEW_SECONDS
 
 
 def _place(environ: Mapping[str, str]) -> Path:

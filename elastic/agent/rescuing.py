@@ -59,6 +59,11 @@ class _Notes:
     place: str
     seconds: float
 
+    @property
+    def home(self) -> str:
+        """Where the job's steps belong: where it was, whatever a link of that name leads to by now."""
+        return self.place if Path(self.place).is_dir() else self.directory
+
 
 class Rescue:
     """Of one agent, at its end."""
@@ -66,6 +71,7 @@ class Rescue:
     def __init__(self, *, config: JobConfig, crew: Crew, mailbox: Mailbox, notifier: Notifier) -> None:
         self._config, self._crew, self._mailbox, self._notifier = config, crew, mailbox, notifier
         self._is_leaving = False
+        self.is_kept = False  # memory holds steps for the next start
         own_checkpoints("rescue")  # while it is there: a package may be replaced under a running job
 
     def run(self, ended: ExitCode, orders: Orders, serve: Callable[[list[Any]], None]) -> ExitCode:
@@ -76,13 +82,17 @@ class Rescue:
         config, crew = self._config, self._crew
         folder = Path(crew.memory_dir) if crew.memory_dir else None
         was_kept = folder is not None and is_kept(folder)  # by an agent before, whose steps it may still hold
-        if ended is ExitCode.SUCCEEDED or orders.asked is Asked.STOP:
+        is_behind = crew.applied_step > crew.disk_step
+        if was_kept and crew.applied_step < 0 and ended is not ExitCode.SUCCEEDED:  # nobody has come to use it
+            return ended
+        if orders.asked is Asked.STOP or (ended is ExitCode.SUCCEEDED and not is_behind):
             return _freed(folder, ended)
-        if crew.applied_step <= crew.disk_step and not was_kept:
+        if config.checkpoint_dir is None or not (is_behind or was_kept):
             return ended
         began = time.monotonic()
         deadline = (orders.asked_at or began) + config.drain_grace_seconds
-        if config.checkpoint_dir is None or deadline <= began:  # its drain has taken all the time there was
+        if deadline <= began:  # its drain has taken all the time there was
+            self._leave_it(folder)
             return ended
         self._is_leaving = orders.is_leaving
         if folder is not None:
@@ -99,11 +109,19 @@ class Rescue:
         result = self._await(_begin(save, self._mailbox.wake), deadline, serve)
         if result.is_settled:
             _freed(folder, ended)
-        elif folder is not None and any(folder.glob("rank-*-slot-*")):
-            _keep(folder, config.run_id, config.checkpoint_dir)
+        else:
+            self._leave_it(folder)
         crew.disk_step = max(crew.disk_step, result.step)
         is_saved = crew.applied_step <= crew.disk_step
+        if ended is ExitCode.SUCCEEDED and self.is_kept:
+            return ExitCode.STEPS_LOST
         return ExitCode.DRAINED if ended is ExitCode.STEPS_LOST and is_saved else ended
+
+    def _leave_it(self, folder: Path | None) -> None:
+        """To the next start, where there is anything."""
+        if folder is not None and self._config.checkpoint_dir and any(folder.glob("rank-*-slot-*")):
+            begin_rescue(folder)
+            self.is_kept = _keep(folder, self._config.run_id, self._config.checkpoint_dir)
 
     def _await(self, saving: Future[_Result], deadline: float, serve: Callable[[list[Any]], None]) -> _Result:
         while not saving.done():
@@ -151,11 +169,14 @@ def note_owner(folder: Path, config: JobConfig) -> None:
     notes = _Notes(
         run_id=config.run_id, directory=directory, place=_place(directory), seconds=config.drain_grace_seconds
     )
+    later = folder / _OWNER_LATER
     try:
-        (folder / _OWNER_LATER).write_text(json.dumps(dataclasses.asdict(notes)))
+        later.write_text(json.dumps(dataclasses.asdict(notes)))
         if config.max_nodes == 1:
             begin_rescue(folder)
     except OSError as exc:
+        with contextlib.suppress(OSError):  # what it was taken over with still says whose it is
+            later.unlink()
         logger.warning("%s: %s: steps that memory alone holds would go with this agent", folder, exc.strerror or exc)
 
 
@@ -174,21 +195,26 @@ class Finder:
     def __init__(self, config: JobConfig | None = None, *, pause: Callable[[float], None] = time.sleep) -> None:
         self._config, self._pause = config, pause
         self._waits_until: float | None = None
+        self._others_until = 0.0
         self._taken_over: Path | None = None
 
     def may_free(self, folder: Path) -> bool:
         """Save what is in there; whether that is not needed any more. Its agent's workers are dead."""
         notes = _read_notes(folder)
+        if notes is None and (folder / _OWNER).exists() and any(folder.glob("rank-*-slot-*")):
+            logger.warning(
+                "%s holds steps, and %s does not say whose: remove the folder to give them up", folder, _OWNER
+            )
+            return False
         if notes is None:
             return True
         (folder / _RESCUING).touch()
         is_ours = self._is_ours(notes)
-        is_foreign = self._config is not None and not is_ours
         can_stay = is_ours and self._can_go_on_with(folder, notes)
-        deadline = time.monotonic() + (min(notes.seconds, _FOREIGN_SECONDS) if is_foreign else notes.seconds)
+        deadline = self._deadline(notes, is_ours)
         save = partial(
             _save,
-            *(folder, notes.directory, notes.run_id),
+            *(folder, notes.home, notes.run_id),
             deadline=deadline,
             is_alone=True,
             is_patient=is_ours and not can_stay,
@@ -196,20 +222,30 @@ class Finder:
         saving = _begin(save)
         while not saving.done() and time.monotonic() < deadline:
             self._pause(_POLL_LEFT_SECONDS)
-        result = saving.result() if saving.done() else _Result()
+        result = saving.result() if saving.done() else _Result(is_sound=True)
         if can_stay and result.is_sound:
             self._taken_over = folder
             logger.warning(
                 "%s could not be saved to %s: this start goes on from it in memory",
-                *(_what(folder, notes.run_id), notes.directory),
+                *(_what(folder, notes.run_id), notes.home),
             )
         elif not result.is_settled:
-            _keep(folder, notes.run_id, notes.directory)
+            _keep(folder, notes.run_id, notes.home)
             if is_ours:
                 logger.warning(
                     "this start goes on from what is on disk: to have that step, stop it and see to the disk"
                 )
         return result.is_settled
+
+    def _deadline(self, notes: _Notes, is_ours: bool) -> float:
+        """For its own job's a start has the patience that it was told to have; for all others together a moment."""
+        now = time.monotonic()
+        if self._config is None:
+            return now + notes.seconds
+        if is_ours:
+            return now + self._config.drain_grace_seconds
+        self._others_until = self._others_until or now + _FOREIGN_SECONDS
+        return min(now + notes.seconds, self._others_until)
 
     def takes_over(self, folder: Path) -> bool:
         if folder != self._taken_over:
@@ -254,7 +290,8 @@ def _place(directory: str) -> str:
     return directory if local is None else os.path.realpath(local)
 
 
-def _keep(folder: Path, run_id: str, directory: str) -> None:
+def _keep(folder: Path, run_id: str, directory: str) -> bool:
+    """Whether it stays."""
     what = _what(folder, run_id)
     try:
         if _read_notes(folder) is None:
@@ -262,11 +299,12 @@ def _keep(folder: Path, run_id: str, directory: str) -> None:
         keep_memory(folder)
     except OSError as exc:
         logger.warning("%s cannot stay in %s: %s", what, folder, exc.strerror or exc)
-        return
+        return False
     logger.warning(
         "%s stays in %s: the next start tries again to save it to %s; remove it from there to give it up",
         *(what, folder, directory),
     )
+    return True
 
 
 def _what(folder: str | Path | None, run_id: str) -> str:
@@ -288,7 +326,7 @@ def _read_notes(folder: Path) -> _Notes | None:
             place=told.get("place", told["directory"]),
             seconds=float(told["seconds"]),
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return notes if all(isinstance(name, str) for name in (notes.run_id, notes.directory, notes.place)) else None
 
@@ -308,7 +346,7 @@ def _begin(save: Callable[[], _Result], ended: Callable[[], None] = lambda: None
     except OSError as exc:
         logger.warning("what memory alone holds cannot be saved: %s", exc)
         failed: Future[_Result] = Future()
-        failed.set_result(_Result())
+        failed.set_result(_Result(is_sound=True))
         return failed
 
 
@@ -344,7 +382,7 @@ def _save(
             return _Result(is_settled=True)
         except errors.CheckpointError as exc:
             logger.warning("%s: %s", what, exc)
-            return _Result()
+            return _Result(is_sound=not isinstance(exc, errors.ForeignDirectoryError))
         except OSError as exc:
             is_last = not is_patient or left < _POLL_SECONDS or not (is_away(exc) or is_full(exc))
             if is_last or not was_told:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.memory import PLACE_VARIABLE, keep_memory, memory_folder, sweep
+from elastic.agent import rescuing
+from elastic.agent.memory import PLACE_VARIABLE, free_memory, keep_memory, memory_folder, sweep
 from elastic.agent.rescuing import Finder, begin_rescue, note_owner
 from elastic.own_checkpoints import own_checkpoints
 from tests.unit.settings import loaded
@@ -92,13 +93,86 @@ def test_a_start_does_not_wait_for_the_disk_of_another_job(tmp_path: Path, caplo
             sweep(Finder(config, pause=pause), {PLACE_VARIABLE: str(tmp_path)})
         assert time.monotonic() - began < 2, "looked at once each"
         assert "this start" not in caplog.text
-        ours = loaded("--rdzv-id", "job", "--checkpoint-dir", str(link), __file__)
+        ours = loaded("--rdzv-id", "job", "--drain-grace", "3", "--checkpoint-dir", str(link), __file__)
         began = time.monotonic()
         sweep(Finder(ours, pause=pause), {PLACE_VARIABLE: str(tmp_path)})
         assert time.monotonic() - began >= 2, "tried again and again"
         assert "this start goes on from what is on disk" in caplog.text
     assert pauses
     assert left.exists()
+
+
+def test_all_neighbours_together_cost_a_start_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rescuing, "_FOREIGN_SECONDS", 1.0)
+    monkeypatch.setattr(own_checkpoints("rescue"), "rescue", lambda *_, **__: time.sleep(3.0))
+    for number in range(3):
+        left = killed_in(tmp_path)
+        owner = {"run_id": "job", "directory": str(tmp_path / f"disk{number}"), "seconds": 30.0}
+        (left / "owner.json").write_text(json.dumps(owner))
+        left.rename(tmp_path / f"kept-{number}")
+    for number in range(3):
+        (tmp_path / f"kept-{number}").rename(tmp_path / f"elasticd-{os.geteuid()}-{number}")
+    config = loaded("--rdzv-id", "other", "--checkpoint-dir", str(tmp_path / "elsewhere"), __file__)
+    began = time.monotonic()
+    assert sweep(Finder(config), {PLACE_VARIABLE: str(tmp_path)}) is None
+    assert time.monotonic() - began < 2.5
+    assert len(list(tmp_path.glob("elasticd-*/unsaved"))) == 3
+
+
+def test_a_disk_that_is_too_slow_for_the_grace_costs_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(own_checkpoints("rescue"), "rescue", lambda *_, **__: time.sleep(5.0))
+    monkeypatch.setattr(Finder, "_can_go_on_with", lambda *_: True)
+    left, disk = killed_in(tmp_path), str(tmp_path / "disk")
+    (left / "owner.json").write_text(json.dumps({"run_id": "job", "directory": disk, "seconds": 0.1}))
+    ours = loaded("--rdzv-id", "job", "--drain-grace", "1", "--checkpoint-dir", disk, __file__)
+    began = time.monotonic()
+    inheritance = sweep(Finder(ours), {PLACE_VARIABLE: str(tmp_path)})
+    assert 1.0 <= time.monotonic() - began < 4.0, "the patience is this start's, not that of the dead one"
+    assert inheritance is not None
+    with memory_folder({PLACE_VARIABLE: str(tmp_path)}, inheritance) as folder:
+        assert (Path(folder or "") / "rank-0-slot-0").exists()
+        assert not left.exists()
+        free_memory(Path(folder or ""))
+    assert not list(tmp_path.glob("elasticd-*"))
+    assert "this start goes on from it in memory" in caplog.text
+
+
+def test_steps_of_nobody_knows_whom_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    left = killed_in(tmp_path)
+    for text in ("", "[" * 200_000):
+        (left / "owner.json").write_text(text)
+        sweep(Finder(), {PLACE_VARIABLE: str(tmp_path)})
+        assert (left / "rank-0-slot-0").exists()
+        assert f"{left} holds steps, and owner.json does not say whose" in caplog.text
+        caplog.clear()
+
+
+def test_notes_that_find_no_room_leave_those_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "owner.json").write_text("of before")
+
+    def full(path: Path, _text: str) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    note_owner(tmp_path, loaded("--checkpoint-dir", str(tmp_path / "disk"), __file__))
+    begin_rescue(tmp_path)
+    assert (tmp_path / "owner.json").read_text() == "of before"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
+def test_what_another_user_has_put_there_is_not_looked_into(tmp_path: Path) -> None:
+    trap = tmp_path / f"elasticd-{os.geteuid()}-1-x"
+    trap.mkdir(mode=0o755)
+    os.mkfifo(trap / "owner.json")
+    os.chown(trap, 65534, 65534)
+    descriptor = os.open(trap, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    sweep(Finder(loaded("--checkpoint-dir", str(tmp_path / "disk"), __file__)), {PLACE_VARIABLE: str(tmp_path)})
+    os.close(descriptor)
+    assert trap.exists()
 
 
 def test_memory_of_many_nodes_is_saved_by_who_finds_it_only_once_its_agent_was_at_it(

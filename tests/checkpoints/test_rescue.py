@@ -14,7 +14,7 @@ import pytest
 
 from checkpoints import catalog, rescue
 from checkpoints import manager as managers
-from checkpoints.errors import CheckpointError, StaleRoundError
+from checkpoints.errors import CheckpointError, ForeignDirectoryError, StaleRoundError
 from checkpoints.manager import CheckpointManager
 from checkpoints.memory import MemoryTier
 from checkpoints.rescue import Saved
@@ -151,6 +151,28 @@ def test_who_is_alone_waits_for_nobody(tmp_path: Path) -> None:
     assert saved(memory, disk, is_alone=True, patience_seconds=0.0).is_new
     assert_restores(disk, 2)
     assert not list(disk.glob(".writing*")), "what a try of a dead one has left is cleared away"
+
+
+def test_room_that_a_dead_try_has_taken_is_had_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    kept(disk, memory, range(1, 3), round=1)
+    working, made = begun_by_another(disk), []
+    monkeypatch.setattr(rescue._Commit, "run", lambda commit: made.append(commit.working) or working.exists())
+    assert saved(memory, disk, is_alone=True).is_new
+    assert made == [str(working)], "the same again, and nothing beside it"
+
+
+def test_a_directory_that_has_more_but_is_another_jobs_leaves_memory_alone(tmp_path: Path) -> None:
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    kept(disk, memory, range(1, 4), save=2)
+    disk.rename(tmp_path / "away")
+    for round_ in (1, 2):
+        kept(disk, tmp_path / f"other-{round_}", range(round_, round_ + 2), save=round_, run_id="other", round=round_)
+    with pytest.raises(ForeignDirectoryError, match="is in round 2 of 'other/i', this is of 'job/i'"):
+        rescue.rescue(memory, disk, "job")
+    shutil.rmtree(disk)
+    (tmp_path / "away").rename(disk)
+    assert saved(memory, disk) == Saved(step=3, path=str(disk / "step-000000000003"), is_new=True)
 
 
 def test_a_node_that_gets_on_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
