@@ -210,7 +210,7 @@ class Finder:
             return True
         (folder / _RESCUING).touch()
         is_ours = self._is_ours(notes)
-        can_stay = is_ours and self._can_go_on_with(folder, notes)
+        can_stay = is_ours and self._taken_over is None and self._can_go_on_with(folder, notes)
         deadline = self._deadline(notes, is_ours)
         save = partial(
             _save,
