@@ -33,7 +33,7 @@ from .image import Copying, StagedShare, fill
 from .plan import Planner, Snapshot
 from .slot import FREE, Mark, Slot, slot_bytes
 from .staging import GROWTH
-from .tree import Json, Nested
+from .tree import Nested
 
 logger = logging.getLogger(__name__)
 _FEWEST_SLOTS = 2
@@ -98,7 +98,6 @@ class MemoryTier:
         self._lent: Slot | None = None
         self._newest: tuple[int, Slot, Copying] | None = None  # step kept last, until it is settled
         self._tables: tuple[str, str] = ("", "")  # digest and JSON of the newest plan
-        self._skeleton: tuple[Json, str] = (None, "")  # of the newest state, and its JSON
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-memory")
         self._beside: list[Future[None]] = []
         self.problem: str | None = None  # why nothing is kept
@@ -297,9 +296,8 @@ class MemoryTier:
         if plan.writer == 0:
             if self._tables[0] != plan.digest:
                 self._tables = (plan.digest, json.dumps([(t.name, t.dtype, t.shape, t.same_as) for t in plan.tensors]))
-            if self._skeleton[0] != snapshot.skeleton or not self._skeleton[1]:
-                self._skeleton = (snapshot.skeleton, json.dumps(snapshot.skeleton, allow_nan=False))
-            return f'{json.dumps(fields)}\n{{"state": {self._skeleton[1]}, "tensors": {self._tables[1]}}}'.encode()
+            state = json.dumps(snapshot.skeleton, allow_nan=False)
+            return f'{json.dumps(fields)}\n{{"state": {state}, "tensors": {self._tables[1]}}}'.encode()
         return json.dumps(fields).encode()
 
 

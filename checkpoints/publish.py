@@ -6,6 +6,7 @@ and every step before that leaves what was committed earlier untouched.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 from . import manifest as manifests
@@ -132,9 +133,12 @@ def sweep(storage: Storage, directory: str, round_: int) -> None:
     for name in storage.names(directory):
         path = storage.join(directory, name)
         writing = parse_writing(name)
-        if (writing is not None and writing[1] <= round_) or name.startswith(_DOOMED_PREFIX):
-            logger.info("removing %s: its writer died", path)
+        if name.startswith(_DOOMED_PREFIX):
             storage.remove_tree(path)
+        elif writing is not None and writing[1] <= round_:
+            logger.info("removing %s: its writer died", path)
+            with contextlib.suppress(FileNotFoundError):
+                remove_at_once(storage, directory, name)
         elif name.startswith(PROBE_PREFIX) or (name.startswith(manifests.ROUNDS) and name.endswith(".tmp")):
             storage.remove(path)
         elif parse_step(name) is not None and not storage.renames:
@@ -186,12 +190,15 @@ def retain(
             names.append(name)
     for name in () if dry_run else names:
         logger.info("retention removes %s", storage.join(directory, name))
-        _remove(storage, directory, name)
+        remove_at_once(storage, directory, name)
     return names
 
 
-def _remove(storage: Storage, directory: str, name: str) -> None:
-    """Remove a checkpoint so that one killed in the middle leaves nothing that looks like one."""
+def remove_at_once(storage: Storage, directory: str, name: str) -> None:
+    """Remove a checkpoint, or what is to be one, so that nobody publishes or reads what is half removed.
+
+    Raises: FileNotFoundError where its writer, who lives after all, has published it meanwhile.
+    """
     path = storage.join(directory, name)
     if storage.renames:
         doomed = storage.join(directory, f"{_DOOMED_PREFIX}{name.lstrip('.')}")

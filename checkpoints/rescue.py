@@ -21,7 +21,7 @@ from .held import Whole, held_in
 from .line import Line
 from .manifest import FileEntry, Hasher, Manifest
 from .offer import offer, with_memory
-from .publish import discard, publish, shard_name, working_directory
+from .publish import discard, publish, remove_at_once, shard_name, working_directory
 from .rounds import Record, read_record
 from .slot import Window
 from .storage import Storage, open_storage
@@ -129,8 +129,9 @@ class _Commit:
         return self._storage.make_new_directory(self.working)
 
     def clear(self) -> None:
-        """Of what a dead process has begun. Raises: OSError."""
-        discard(self._storage, self.working, self._whole.commit)
+        """Of what a dead process has begun; one that lives after all fails, or has published it. Raises: OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            remove_at_once(self._storage, self._root, Path(self.working).name)
 
     def written(self) -> list[tuple[str, int | None]]:
         """What whoever has begun has written so far."""

@@ -139,6 +139,35 @@ def test_a_disk_that_is_too_slow_for_the_grace_costs_no_step(
     assert "this start goes on from it in memory" in caplog.text
 
 
+@pytest.mark.parametrize(("error", "goes_on"), [("CheckpointError", True), ("ForeignDirectoryError", False)])
+def test_a_directory_that_is_gone_costs_no_step_and_another_jobs_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, goes_on: bool
+) -> None:
+    """It was a link's; that leads elsewhere by now."""
+    asked: list[str] = []
+
+    def rescue(_folder: object, directory: str, *_: object, **__: object) -> None:
+        asked.append(directory)
+        raise getattr(own_checkpoints("errors"), error)("not there")
+
+    monkeypatch.setattr(own_checkpoints("rescue"), "rescue", rescue)
+    monkeypatch.setattr(Finder, "_can_go_on_with", lambda *_: True)
+    left, disk, link = killed_in(tmp_path), tmp_path / "disk", tmp_path / "link"
+    disk.mkdir()
+    (tmp_path / "other").mkdir()
+    link.symlink_to(tmp_path / "other")
+    notes = {"run_id": "job", "directory": str(link), "place": str(disk), "seconds": 5.0}
+    (left / "owner.json").write_text(json.dumps(notes))
+    inheritance = sweep(
+        Finder(loaded("--rdzv-id", "job", "--checkpoint-dir", str(disk), __file__)), {PLACE_VARIABLE: str(tmp_path)}
+    )
+    assert asked == [str(disk)]
+    assert (inheritance is not None) == goes_on
+    if inheritance is not None:
+        os.close(inheritance.descriptor)
+    assert (left / "rank-0-slot-0").exists()
+
+
 def test_steps_of_nobody_knows_whom_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     left = killed_in(tmp_path)
     for text in ("", "[" * 200_000):

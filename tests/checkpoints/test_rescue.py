@@ -322,3 +322,35 @@ def _fails(memory: Path, disk: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def test_numbers_that_python_calls_equal_stay_what_they_are(tmp_path: Path) -> None:
+    """Kept one after another under the same names."""
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    manager = CheckpointManager(disk, memory=MemoryTier(memory), run_id="job", incarnation="i")
+    manager.restore()
+    for step, number in enumerate((True, 1, 1.0, 0.0, -0.0), start=1):
+        assert manager.keep(step, {"number": number}) is not None
+        manager.settle()
+        restored = manager.restore()
+        assert restored is not None
+        assert repr(restored.state["number"]) == repr(number)
+    manager.close()
+
+
+def test_who_is_cleared_away_while_it_lives_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    kept(disk, memory, range(1, 3), round=1)
+    write = rescue._Commit._write
+
+    def overtaken(commit: rescue._Commit) -> Any:
+        manifest = write(commit)
+        monkeypatch.setattr(rescue._Commit, "_write", write)
+        assert saved(memory, disk, is_alone=True).is_new
+        return manifest
+
+    monkeypatch.setattr(rescue._Commit, "_write", overtaken)
+    assert saved(memory, disk).step == 2
+    assert committed(disk) == [2]
+    assert not list(disk.glob(".*-*"))
+    assert_restores(disk, 2)

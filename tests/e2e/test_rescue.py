@@ -194,6 +194,10 @@ def test_a_start_that_finds_no_room_for_it_goes_on_from_it_in_memory(tmp_path: P
         code, output = run_to_end(tmp_path, *options, str(broken), seconds=60)
         assert code == 1, output
         assert re.search(taken_over, output), output
+        with running(tmp_path, *options, script, folder) as job:  # and after one that nobody lets come to a step
+            wait_for(lambda: "starting ranks" in job.output, what="the workers are started")
+            job.signal(signal.SIGQUIT)
+            assert job.wait(20) == 143, job.output
         slow.unlink()
         with running(tmp_path, *options, script, folder) as job:
             wait_for(lambda: re.search(taken_over, job.output), what="the memory is taken over")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import threading
 import time
@@ -12,55 +11,11 @@ import pytest
 
 from elastic.rendezvous.etcd_store import open_store
 from elastic.rendezvous.store import MAX_OPERATIONS, Compare, Delete, Event, Outcome, Put, Store, Watch
-from tests.support.etcd import EtcdCluster, etcd_cluster, eventually
+from tests.rendezvous.places import Heard, Place
+from tests.support.etcd import EtcdCluster, etcd_cluster
 from tests.support.fake_store import FakeServer, FakeStore
 
 _roots = (f"/elasticd/contract-{n}/" for n in itertools.count())
-
-
-@dataclasses.dataclass
-class Place:
-    """A store and its surroundings: more clients, time, compaction."""
-
-    store: Store
-    other: Store  # another node's client
-    root: str  # keys of this test alone
-    pass_time: Callable[[], None]
-    compact: Callable[[], object]
-
-    def key(self, name: str) -> str:
-        return self.root + name
-
-    def wait(self, condition: Callable[[], object]) -> None:
-        eventually(condition, pause=self.pass_time)
-
-    def value(self, name: str) -> str | None:
-        entry = self.store.read(self.key(name)).get(self.key(name))
-        return entry.value if entry else None
-
-    def put(self, name: str, value: str) -> int:
-        outcome, revision = self.other.write([], [Put(self.key(name), value)])
-        assert outcome is Outcome.APPLIED
-        return revision
-
-
-class Heard:
-    """What a watch told."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.batches: list[int] = []
-        self.gaps = 0
-
-    def on_events(self, events: list[Event]) -> None:
-        self.events += events
-        self.batches.append(len(events))
-
-    def on_gap(self) -> None:
-        self.gaps += 1
-
-    def told(self) -> list[tuple[str, str | None]]:
-        return [(e.key.rpartition("/")[2], e.entry.value if e.entry else None) for e in self.events]
 
 
 @pytest.fixture(scope="module")
