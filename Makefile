@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PLOTS := $(VENV)/.plots
 
 .PHONY: demo test bench soak lint clean
 
@@ -12,7 +13,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(ARGS)
 
-bench: $(STAMP)
+bench: $(PLOTS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench $(ARGS)
 
 # Root, systemd-nspawn: three hosts with a real systemd, something happens to one of them every 15 s.
@@ -29,6 +30,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV): torch and what else constraints.txt pins, about 1 GB; a minute or two"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,etcd]'
+	touch $@
+
+# matplotlib draws the curve of rounds over nodes; the other commands do without it.
+$(PLOTS): $(STAMP)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	touch $@
 
 clean:
