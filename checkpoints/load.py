@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from .errors import CheckpointMismatchError, CorruptCheckpointError
+from .form import flatten
 from .manifest import Manifest, Piece, TensorEntry
 from .shards import read_shard
 from .storage import Readable
-from .tree import Nested, dtype_name, flatten, unflatten
+from .tree import Nested, dtype_name, unflatten
 
 _MOST_THREADS = 4
 _HUGE_FROM_BYTES = 4 << 20

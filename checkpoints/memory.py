@@ -285,7 +285,7 @@ class MemoryTier:
             self._on_failure(reason)
 
     def _text(self, snapshot: Snapshot, mark: Mark) -> bytes:
-        """The slot's text (see `slot.Text`); the tables are turned into JSON once."""
+        """The slot's text (see `slot.Text`); what stays the same is turned into JSON once."""
         plan = snapshot.plan
         fields = {
             "mark": {name: getattr(mark, name) for name in _MARK_FIELDS},
@@ -296,8 +296,9 @@ class MemoryTier:
         if plan.writer == 0:
             if self._tables[0] != plan.digest:
                 self._tables = (plan.digest, json.dumps([(t.name, t.dtype, t.shape, t.same_as) for t in plan.tensors]))
-            state = json.dumps(snapshot.skeleton, allow_nan=False)
-            return f'{json.dumps(fields)}\n{{"state": {state}, "tensors": {self._tables[1]}}}'.encode()
+            leaves = json.dumps(snapshot.leaves, allow_nan=False)
+            words = f'{{"state": {snapshot.form.text}, "leaves": {leaves}, "tensors": {self._tables[1]}}}'
+            return f"{json.dumps(fields)}\n{words}".encode()
         return json.dumps(fields).encode()
 
 

@@ -6,16 +6,20 @@ Owns no memory: `image.py` copies as the plan says.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from . import manifest as manifests
 from .errors import UnsupportedStateError
+from .form import Form, split
 from .manifest import Piece, TensorEntry
 from .shards import Layout, layout, partition
-from .tree import Nested, dtype_name, flatten
+from .tree import Json, Nested, dtype_name
+
+_looks = operator.attrgetter("dtype", "layout", "shape", "device")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +36,16 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A plan, and what is not tensors."""
+    """A plan, and what is not tensors: the form, and its other leaves."""
 
     plan: Plan
-    skeleton: Any
+    form: Form
+    leaves: Sequence[Json]
+
+    @property
+    def skeleton(self) -> Json:
+        """The state with each tensor replaced by its name, made anew each time."""
+        return self.form.skeleton(self.leaves)
 
 
 class Planner:
@@ -45,8 +55,10 @@ class Planner:
     """
 
     def __init__(self) -> None:
+        self._form: Form | None = None
         self._plan: Plan | None = None
-        self._seen: list[tuple[Any, ...]] = []
+        self._seen: list[Any] = []  # of the tensors: dtype, shape ...
+        self._places: list[tuple[Any, ...]] = []
 
     def plan(self, state: Nested, *, writer: int, writers: int) -> tuple[Snapshot, list[torch.Tensor]]:
         """How the state is laid out, and its tensors in the order of the plan's table.
@@ -54,38 +66,51 @@ class Planner:
         Raises:
             UnsupportedStateError
         """
-        skeleton, tensors = flatten(state)
-        seen = [(name, t.dtype, *_memory_of(t)) for name, t in tensors.items()]
-        plan = self._plan
-        if plan is None or seen != self._seen or (plan.writer, plan.writers) != (writer, writers):
-            entries = describe(tensors)
+        content = self._form.read(state) if self._form is not None else None
+        if content is None or not self._look_alike(content.tensors):
+            self._form, content = split(state)
+            self._seen, self._places = list(map(_looks, content.tensors)), []
+        form, tensors, plan = self._form, content.tensors, self._plan
+        assert form is not None
+        places = _places_of(tensors)
+        if plan is None or places != self._places or (plan.writer, plan.writers) != (writer, writers):
+            entries = describe(form.names, tensors)
             if plan is None or (plan.tensors, plan.writer, plan.writers) != (entries, writer, writers):
                 plan = self._plan = make_plan(entries, writer=writer, writers=writers)
-            self._seen = seen
-        return Snapshot(plan=plan, skeleton=skeleton), list(tensors.values())
+            self._places = places
+        return Snapshot(plan=plan, form=form, leaves=content.leaves), tensors
+
+    def _look_alike(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether they are as those seen last, of which it is known that they can be stored."""
+        try:
+            return list(map(_looks, tensors)) == self._seen
+        except RuntimeError:  # an odd one, without a shape
+            return False
 
 
-def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors of one dtype if they are the same elements."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device, tensor.is_conj()
+def _places_of(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    """Equal for two tensors that look the same if they are the same elements."""
+    facts = (torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg)
+    return list(zip(*(map(fact, tensors) for fact in facts), strict=True))
 
 
 def stored_bytes(state: Nested) -> int:
     """About how many bytes a state will take; 0 when it cannot be stored, which its save will say."""
     try:
-        return sum(entry.stored_bytes for entry in describe(flatten(state)[1]))
+        form, content = split(state)
+        return sum(entry.stored_bytes for entry in describe(form.names, content.tensors))
     except UnsupportedStateError:
         return 0
 
 
-def describe(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
+def describe(names: Iterable[str], tensors: Sequence[torch.Tensor]) -> tuple[TensorEntry, ...]:
     """The table of tensors; one that is the same memory as an earlier one (tied weights) is stored once."""
     seen: dict[tuple[Any, ...], str] = {}
     entries = []
-    for name, tensor in tensors.items():
+    for name, tensor, place in zip(names, tensors, _places_of(tensors), strict=True):
         same_as = None
         if tensor.numel():
-            same_as = seen.setdefault((tensor.dtype, *_memory_of(tensor)), name)
+            same_as = seen.setdefault((_looks(tensor), place), name)
         entries.append(
             TensorEntry(
                 name=name,

@@ -29,11 +29,12 @@ import xxhash
 
 from . import strict
 from .errors import CorruptCheckpointError
+from .form import fill_in
 from .manifest import CHECKSUM, TensorEntry
 from .staging import Buffer, prefault
 from .storage import PAGE_BYTES
 
-_MAGIC = b"elastm01"  # one aligned word: it is there or it is not
+_MAGIC = b"elastm02"  # one aligned word: it is there or it is not
 _NOTHING = bytes(len(_MAGIC))
 _GRAIN_BYTES = max(PAGE_BYTES, mmap.ALLOCATIONGRANULARITY)  # where a mapping may begin
 _HEAD = struct.Struct("=8sQQQ16s16s")
@@ -212,8 +213,8 @@ def parse_words(share: Share) -> Words:
             TensorEntry(name=name, dtype=dtype, shape=tuple(shape), same_as=same_as)
             for name, dtype, shape, same_as in words["tensors"]
         )
-        return Words(state=words["state"], tensors=tensors)
-    except (ValueError, TypeError, KeyError) as exc:
+        return Words(state=fill_in(words["state"], words["leaves"]), tensors=tensors)
+    except (ValueError, TypeError, LookupError) as exc:
         raise CorruptCheckpointError(f"the text of {share.path}: {exc}") from exc
 
 

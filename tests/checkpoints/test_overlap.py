@@ -31,7 +31,7 @@ class Gate:
         self.opened, run = threading.Event(), Copying.run
 
         def held(copying: Copying) -> None:
-            if copying._moves:
+            if copying.pending:
                 assert self.opened.wait(20)
             run(copying)
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from checkpoints.errors import CorruptCheckpointError, UnsupportedStateError
-from checkpoints.tree import flatten, unflatten
+from checkpoints.form import flatten
+from checkpoints.tree import unflatten
 from tests.checkpoints.support import assert_same, small_state
 
 

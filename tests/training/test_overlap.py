@@ -76,7 +76,7 @@ def train(
 
     def counted(copying: Copying) -> None:
         nonlocal copied
-        copied += len(copying._moves)
+        copied += copying.pending
         run(copying)
 
     Copying.run = counted  # type: ignore[method-assign]  # in this rank's process alone
