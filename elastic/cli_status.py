@@ -170,6 +170,8 @@ def render(status: JobStatus, pid: int | None) -> str:
             f"in {status.restarts.window_seconds or 0:g} s; "
             f"newest committed step: {shown(status.checkpoint.disk_step)}",
         ]
+        if status.checkpoint.warning:
+            lines += [f"{status.checkpoint.warning}: the workers' logs say why"]
     if status.nccl:
         lines += ["nccl: " + ", ".join(f"{name}={value}" for name, value in status.nccl.items())]
     if status.nodes:

@@ -97,6 +97,7 @@ class Progress:
     memory_bytes_total: int = 0
     commit_unix_time: float = 0.0
     checkpoint_failures_total: int = 0  # of the whole job, counted by rank 0 alone
+    failed_saves: int = 0  # one after another, since the newest commit of this process
     checkpoint_bytes_total: int = 0
     checkpoint_stall_seconds_total: float = 0.0
     checkpoint_write_seconds_total: float = 0.0

@@ -65,10 +65,16 @@ class RestartStatus:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointStatus:
-    """The newest step that is safe, by where it lies."""
+    """The newest step that is safe, by where it lies, and how many saves to disk have failed in a row since."""
 
     disk_step: int | None = None
     memory_step: int | None = None
+    failed_saves: int = 0
+
+    @property
+    def warning(self) -> str:
+        """What an operator is to see; empty while saves succeed."""
+        return f"{plural(self.failed_saves, 'save')} failed since" if self.failed_saves else ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -384,8 +384,7 @@ class Agent(ElasticAgent):
                 draining=(done.drain_until or of_scripts) is not None,
                 joining=self._joining.is_under_way,
                 finished=finished,
-                disk_step=crew.disk_step,
-                memory_step=crew.memory_step,
+                checkpoint=crew.safe,
                 last_failure=self._story.last_failure,
                 incidents=self._story.incidents(),
             )

@@ -32,7 +32,7 @@ from elastic.errors import UsageError
 from elastic.passing import lacks_room
 from elastic.progress import Outcome, Progress
 from elastic.rendezvous.round import Round
-from elastic.status import FailureStatus
+from elastic.status import CheckpointStatus, FailureStatus
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +110,14 @@ class Crew:
             self._unsaved_since = max(self._unsaved_since or time.time(), committed)
         self.disk_step = max([self.disk_step, *(report.disk_step for report in reports)])
         self.memory_step = kept_step(reports, self.memory_step)
+
+    @property
+    def safe(self) -> CheckpointStatus:
+        """What is safe of what was read last."""
+        reports = [worker.progress for worker in self.workers.all]
+        known = [step if step >= 0 else None for step in (self.disk_step, self.memory_step)]
+        failed = max([report.failed_saves for report in reports], default=0)
+        return CheckpointStatus(disk_step=known[0], memory_step=known[1], failed_saves=failed)
 
     @property
     def has_progressed(self) -> bool:

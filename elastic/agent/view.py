@@ -41,8 +41,7 @@ class Facts:
     draining: bool
     joining: bool
     finished: JobOutcome | None
-    disk_step: int
-    memory_step: int
+    checkpoint: CheckpointStatus
     last_failure: FailureStatus | None
     incidents: tuple[Incident, ...]
 
@@ -66,7 +65,7 @@ def job_status(facts: Facts) -> JobStatus:
         restarts=RestartStatus(
             used=view.restarts_used, limit=view.restarts_limit, window_seconds=view.restart_window_seconds
         ),
-        checkpoint=CheckpointStatus(disk_step=_known(facts.disk_step), memory_step=_known(facts.memory_step)),
+        checkpoint=facts.checkpoint,
         last_failure=facts.last_failure,
         incidents=facts.incidents,
         nccl=dict(config.nccl),
@@ -148,6 +147,8 @@ def headline(status: JobStatus) -> str:
         parts.append(f"step {max(steps)}")
     if status.checkpoint.disk_step is not None:
         parts.append(f"committed {status.checkpoint.disk_step}")
+    if status.checkpoint.warning:
+        parts.append(status.checkpoint.warning)
     parts += [f"{node.node_id} waits: {node.reason}" for node in status.waiting]
     if (failure := status.last_failure) is not None:
         who = failure.node_id if failure.rank is None else f"rank {failure.rank}"

@@ -226,9 +226,9 @@ class Session(Placement):
         Without it the agent believes that nothing more is safe, and says so when the job is stopped.
         """
         if result.state == "committed":
-            self.note(disk_step=result.step, commit_unix_time=result.unix_time)
-        elif self.rank == 0:  # a commit fails for all at once
-            self.count(checkpoint_failures_total=1)
+            self.note(disk_step=result.step, commit_unix_time=result.unix_time, failed_saves=0)
+        else:  # for all ranks at once
+            self.count(failed_saves=1, checkpoint_failures_total=int(self.rank == 0))
         self.count(
             checkpoint_bytes_total=result.bytes,
             checkpoint_stall_seconds_total=result.stall_seconds,

@@ -78,10 +78,11 @@ def test_a_node_that_waits_for_others_is_ready_and_says_what_for(systemd: Listen
 
 def test_the_status_line_stays_one_line_whatever_a_failure_says(systemd: Listener) -> None:
     failure = FailureStatus(rank=1, node_id="a", reason="exited\nREADY=0", message="ValueError: x\nmore")
-    failed = dataclasses.replace(RUNNING, last_failure=failure, checkpoint=CheckpointStatus(disk_step=5))
+    checkpoint = CheckpointStatus(disk_step=5, failed_saves=2)
+    failed = dataclasses.replace(RUNNING, last_failure=failure, checkpoint=checkpoint)
     Notifier(systemd.environ()).passed(failed, stopping=False)
     assert systemd.heard()[1:] == [
-        "STATUS=running: 2 ranks on 1 node, round 3, step 8, committed 5, "
+        "STATUS=running: 2 ranks on 1 node, round 3, step 8, committed 5, 2 saves failed since, "
         "last failure: rank 1 exited READY=0: ValueError: x"
     ]
 

@@ -182,6 +182,31 @@ def test_a_checkpoint_directory_that_is_gone_is_waited_for_and_no_fresh_start(tm
     assert_all_samples_used(tmp_path)
 
 
+def test_saves_that_fail_are_told_by_the_status_until_one_succeeds(tmp_path: Path) -> None:
+    directory, elsewhere = tmp_path / "checkpoints", tmp_path / "unmounted"
+
+    def saves(job: Job, *, failed: int) -> None:
+        job.signal(signal.SIGUSR1)
+        job.wait_status(lambda s: s["checkpoint"]["disk_step"] and s["checkpoint"]["failed_saves"] == failed)
+
+    write(tmp_path, "slow", "")
+    with running(
+        tmp_path, "--http", "127.0.0.1:0", "--checkpoint-every", "1000", *arguments(tmp_path, 1)[len(AGENT) :]
+    ) as job:
+        job.wait_step(1)
+        saves(job, failed=0)
+        directory.rename(elsewhere)
+        saves(job, failed=1)
+        saves(job, failed=2)
+        told = subprocess.run(
+            [sys.executable, "-m", "elastic", "status"], env=job.environ, capture_output=True, text=True, timeout=60
+        ).stdout
+        assert re.search(r"newest committed step: \d+\n2 saves failed since: the workers' logs say why\n", told), told
+        shutil.rmtree(directory, ignore_errors=True)
+        elsewhere.rename(directory)
+        saves(job, failed=0)
+
+
 @pytest.mark.slow
 def test_signals_to_every_process_of_the_job_save_and_drain_as_those_to_the_agent_do(tmp_path: Path) -> None:
     """As `systemctl kill` and SLURM send them."""

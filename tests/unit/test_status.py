@@ -75,7 +75,7 @@ AS_JSON: dict[str, Any] = {
         }
     ],
     "restarts": {"used": 1, "limit": 3, "window_seconds": 600.0},
-    "checkpoint": {"disk_step": 110, "memory_step": None},
+    "checkpoint": {"disk_step": 110, "memory_step": None, "failed_saves": 0},
     "last_failure": {
         "rank": 1,
         "node_id": "n0",

@@ -255,10 +255,13 @@
       tier("On disk", status.checkpoint.disk_step, commits.disk, (count) => (count ? `${plural(count, "step")} newer: lost if every node stopped now` : "everything is on disk")),
       tier("In memory", status.checkpoint.memory_step, commits.memory, (count) => (count ? `${plural(count, "step")} to repeat if a worker died now` : "nothing to repeat if a worker died now")),
     ];
+    const failed = status.checkpoint.failed_saves;
+    tiers[0].warning = failed ? `${plural(failed, "save")} failed since: the workers' logs say why` : "";
     render("checkpoints", tiers, () => [el("dl", { class: "safe" }, tiers.map((each) => el("div", {},
       el("dt", {}, each.name),
       el("dd", {}, el("b", {}, each.safe === null ? "nothing yet" : `step ${number(each.safe)}`),
         each.commit && each.safe !== null ? el("p", {}, ago(each.commit)) : null,
+        each.warning ? el("p", { class: "warning" }, each.warning) : null,
         each.text === null ? null : el("p", {}, each.text)))))]);
   }
 
