@@ -50,8 +50,10 @@ class Sessions:
     @property
     def last_words(self) -> str:
         """What a job has come to that was stopped with no step known of."""
-        if self._scripts or (self._were_started and not self._with_session):
+        if self._scripts:
             return "its script had opened no session: without one, it goes on from its own last save"
+        if self._were_started and not self._with_session:
+            return "no session was open yet: training had not begun, or its script needs none and saves by itself"
         return "training had not begun yet: run it again to go on"
 
     def _warn(self, workers: Sequence[Worker]) -> None:

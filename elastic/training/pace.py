@@ -65,24 +65,28 @@ class Pace:
         ratios, rank = slowdowns(seconds), self._session.rank
         self._session.note(compute_seconds=seconds[rank], slowdown=ratios[rank])
         slow = slow_ranks(seconds, self._config.straggler_factor)
-        if slow != self._slow and rank == 0:
+        if slow != self._slow:
             self._tell(plan.step, slow, ratios, seconds)
         self._slow = slow
         if self._config.balance == "speed":
             self._deal_anew(plan, seconds)
 
     def _tell(self, step: int, slow: frozenset[int], ratios: Sequence[float], seconds: Sequence[float]) -> None:
-        where = f"run={self._session.run_id} round={self._session.round} step={step}"
-        for rank in sorted(slow - self._slow):
+        """Rank 0 says it of all; on another node than rank 0's so does who it is about, with the node's name."""
+        session = self._session
+        own, has_changed = session.rank, slow ^ self._slow
+        told = {rank: f"rank {rank}" for rank in has_changed if own == 0}
+        if own in has_changed and session.memory_rank != own:
+            told[own] = f"rank {own} on {session.node_id or 'this node'}"
+        where = f"run={session.run_id} round={session.round} step={step}"
+        for rank, who in sorted(told.items()):
+            if rank not in slow:
+                logger.warning("%s %s is no longer slow", where, who)
+                continue
             logger.warning(
-                "%s rank %d is slow: %.1f ms for a micro-batch, %.1f x the median of the ranks",
-                where,
-                rank,
-                1000 * seconds[rank],
-                ratios[rank],
+                "%s %s is slow: %.1f ms for a micro-batch, %.1f x the median of the ranks",
+                *(where, who, 1000 * seconds[rank], ratios[rank]),
             )
-        for rank in sorted(self._slow - slow):
-            logger.warning("%s rank %d is no longer slow", where, rank)
 
     def _deal_anew(self, plan: StepPlan, seconds: Sequence[float]) -> None:
         """From the first step of which no loader has seen anything yet."""

@@ -11,6 +11,10 @@ import pytest
 import torch
 
 from elastic.training.balance import Deal, Schedule, better_deal, counts_by_speed, slow_ranks, slowdowns, step_seconds
+from elastic.training.batching import Position, StepPlan
+from elastic.training.environment import WorkerEnvironment
+from elastic.training.pace import Pace
+from elastic.training.session import Session
 from elastic.training.trainer import TrainerConfig
 from tests.training.test_trainer_equivalence import relative_difference
 from tests.training.worlds import Ran, SentenceTask, samples_used, train
@@ -122,3 +126,23 @@ def test_a_slow_rank_gets_less_and_the_training_is_the_same(ranks: int, loader_w
 
 def micro_batches_run(run: Ran) -> list[int]:
     return [len(step.samples) // 2 for step in run.steps]
+
+
+def test_a_slow_rank_is_named_by_rank_0_and_on_its_own_node_with_the_nodes_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = TrainerConfig(global_batch_size=4, micro_batch_size=1, steps=10)
+    plan = StepPlan(step=5, epoch=0, start=0, stop=4, micro_batches=(), after=Position())
+
+    def told(rank: int, seconds: tuple[float, ...]) -> list[str]:
+        environment = WorkerEnvironment(rank=rank, memory_rank=rank % 2, world_size=4, node_id="ab"[rank // 2])
+        pace = Pace(config, Session(environment), base_step=0, compute=lambda: (0.0, 0))
+        caplog.clear()
+        pace.stepped(plan, seconds)
+        pace.stepped(plan, (1.0, 1.0, 1.0, 1.0))
+        return [message.partition(" step=5 ")[2].partition(":")[0] for message in caplog.messages]
+
+    assert told(0, (1.0, 3.0, 1.0, 3.0)) == [f"rank {n} is {how}" for how in ("slow", "no longer slow") for n in (1, 3)]
+    assert told(1, (1.0, 3.0, 1.0, 3.0)) == []
+    assert told(2, (1.0, 3.0, 1.0, 3.0)) == []
+    assert told(3, (1.0, 3.0, 1.0, 3.0)) == ["rank 3 on b is slow", "rank 3 on b is no longer slow"]

@@ -144,8 +144,8 @@ def test_the_phases_of_real_steps_add_up_to_the_time_that_passed_and_memory_is_r
         assert timings["checkpoint_stall"].count == timings["checkpoint_write"].count == 3
         spent = math.fsum(timings[name].sum for name in STEP_PHASES)
         assert seconds <= spent <= 1.5 * seconds + 0.5, "5 of the 6 steps lie between the first and the last call"
-        assert timings["data"].sum >= 6 * 2 * 0.01
-        assert timings["forward_backward"].sum >= 6 * 2 * 0.02
+        assert timings["data"].sum >= 0.9 * 6 * 2 * 0.01, "a virtual machine's clocks go at different speeds"
+        assert timings["forward_backward"].sum >= 0.9 * 6 * 2 * 0.02
         assert report.samples_total == 48
         assert report.tokens_total == 48
         assert report.weights_bytes == report.gradients_bytes == 4 * numbers

@@ -88,8 +88,8 @@ def test_settings_that_need_a_session_are_warned_of_once_where_there_is_none(
         ([], "training had not begun yet"),
         ([(OPENED, 5.0)], "training had not begun yet"),
         ([(SILENT, 40.0), (OPENED, 41.0)], "training had not begun yet"),
-        ([(SILENT, 5.0)], "its script had opened no session: without one, it goes on from its own last save"),
-        ([(SILENT, 40.0)], "its script had opened no session"),
+        ([(SILENT, 5.0)], "no session was open yet: training had not begun, or its script needs none"),
+        ([(SILENT, 40.0)], "its script had opened no session: without one, it goes on from its own last save"),
     ],
 )
 def test_the_last_words_say_no_more_than_is_known(looks: list[tuple[Progress, float]], words: str) -> None:
