@@ -40,6 +40,7 @@ class Birth:
     command: Command
     environ: Mapping[str, str]
     launcher: tuple[str, ...] = ()  # prefix that binds it to its NUMA node
+    keep_open: tuple[int, ...] = ()  # descriptors that it inherits and holds until it ends
 
 
 def inherited() -> dict[str, str]:
@@ -59,11 +60,10 @@ class Child:
         command = birth.command
         shown = command.shown if preload is None else [_placeholder(command)]
         interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
-        argv = [*birth.launcher, interpreter, "-u", _ENTRY_POINT, str(theirs.fileno()), *shown]
+        passed = (theirs.fileno(), *birth.keep_open)
+        argv = [*birth.launcher, interpreter, "-u", _ENTRY_POINT, ",".join(map(str, passed)), *shown]
         try:
-            self.process = subprocess.Popen(
-                argv, env=dict(birth.environ), pass_fds=(theirs.fileno(),), start_new_session=True
-            )
+            self.process = subprocess.Popen(argv, env=dict(birth.environ), pass_fds=passed, start_new_session=True)
         except OSError:
             self._channel.close()
             raise

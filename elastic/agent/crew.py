@@ -71,17 +71,19 @@ class Crew:
         nonce: str,
         host: str = "",
         memory_dir: str | None = None,
+        keep_open: tuple[int, ...] = (),
     ) -> None:
         """`host`: the address that peers reach this node by; empty: there are none, and loopback will do.
 
-        `memory_dir`: the agent's folder in shared memory, for the workers' checkpoints.
+        `memory_dir`: the agent's folder in shared memory, for the workers' checkpoints. `keep_open`: descriptors of
+        locks, which hold as long as a worker lives, whatever becomes of the agent.
         """
         self._config = config
         self._logs_specs = logs_specs
         self._folder = folder
         self._nonce = nonce
         self._host, self.memory_dir = host, memory_dir
-        self._births = births(config, nonce)
+        self._births = births(config, nonce, keep_open)
         self._wants_standbys = config.standby and not config.no_python
         self._console = Console(config)
         self._store: TCPStore | None = None  # of the round whose workers are or were here

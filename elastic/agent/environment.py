@@ -94,7 +94,7 @@ def _device(local_rank: int, visible: str | None) -> str:
     return visible.split(",")[local_rank].strip()
 
 
-def births(config: JobConfig, nonce: str) -> dict[int, Birth]:
+def births(config: JobConfig, nonce: str, keep_open: tuple[int, ...] = ()) -> dict[int, Birth]:
     """What the process of each local rank is born with, worker and standby alike."""
     command = job_command(config)
     return {
@@ -102,6 +102,7 @@ def births(config: JobConfig, nonce: str) -> dict[int, Birth]:
             command=dataclasses.replace(command, args=tuple(macros.substitute(list(command.args), str(local_rank)))),
             environ={**inherited(), **lasting_environ(config, local_rank=local_rank, nonce=nonce)},
             launcher=_launcher(config, local_rank),
+            keep_open=keep_open,
         )
         for local_rank in range(config.nproc_per_node)
     }

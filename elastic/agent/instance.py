@@ -7,11 +7,12 @@ import fcntl
 import logging
 import os
 import secrets
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from elastic.agent.warden import kill_everything
+from elastic.agent.warden import MARK, carriers, is_alive, kill_everything
 from elastic.agent.workers import remove_tree
 from elastic.errors import UsageError
 from elastic.runtime import closed_to_others
@@ -19,6 +20,8 @@ from elastic.runtime import closed_to_others
 logger = logging.getLogger(__name__)
 
 _SWEEP_SECONDS = 5.0
+_WARDEN_SECONDS = 1.0
+_PAUSE_SECONDS = 0.01
 _NEW_SECONDS = 60.0
 
 
@@ -76,13 +79,31 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def kill_what_it_left(folder: Path) -> bool:
-    """Workers of an agent that was killed together with its warden. Returns whether nothing of it lives."""
+    """What an agent that was killed together with its warden started, or with one that stands still.
+
+    Returns whether nothing of it lives.
+    """
     with contextlib.suppress(OSError):
         nonce = (folder / "nonce").read_text()
         if nonce and not kill_everything(nonce, [], deadline=time.monotonic() + _SWEEP_SECONDS):
             logger.warning("processes of the killed agent %s cannot be killed", folder.name)
             return False
+        if nonce:
+            _end_warden(nonce)
     return True
+
+
+def _end_warden(nonce: str) -> None:
+    """Nothing is left for it to do: one that does not see that holds the job's locks for nothing."""
+    pids, deadline = carriers(f"{MARK}={nonce}"), time.monotonic() + _WARDEN_SECONDS
+    while pids := {pid for pid in pids if is_alive(pid)}:
+        if time.monotonic() >= deadline:
+            for pid in pids:
+                logger.warning("the warden (pid %d) of the killed agent stands still: it is killed", pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(_PAUSE_SECONDS)
 
 
 def sweep(runtime: Path, take_leave: Callable[[Path], object] = kill_what_it_left) -> None:

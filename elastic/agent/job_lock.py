@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from elastic.agent.warden import MARK
 from elastic.errors import UsageError
 from elastic.own_checkpoints import own_checkpoints
 from elastic.passing import is_away, is_full, lacks_room
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 15.0
 _PAUSE_SECONDS = 0.05
 _WORD_BYTES = 1024
+_MARKS = (b"ELASTICD_NONCE=", f"{MARK}=".encode())
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)  # what opening a link, a directory, a socket says
 
@@ -41,6 +43,7 @@ class JobLock:
         """`run_id`: of a job whose agents share the directory; None: this agent is all there is of the job.
 
         An agent that was just killed may still have a warden at work on its workers, so wait for a while, by `pause`.
+        They hold it as well, in case the warden was killed in the same instant.
 
         Raises:
             UsageError: another job has the directory, or may have it.
@@ -70,7 +73,7 @@ class JobLock:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """For the warden to inherit."""
+        """For the warden and the workers to inherit."""
         return tuple(file.descriptor for file in self._files)
 
     def close(self) -> None:
@@ -87,10 +90,7 @@ class JobLock:
             holder = file.read()
             who = holder if holder.startswith("job ") else f"agent with pid {holder or 'unknown'}"
             if _is_running(holder) or is_late:
-                raise UsageError(
-                    f"--checkpoint-dir {self._directory} is in use by the {who}: "
-                    "drain that one first (`elasticd drain`), or give this job a directory of its own"
-                )
+                raise UsageError(f"--checkpoint-dir {self._directory} is in use by {_user_of(file, holder, who)}")
             if not has_said:
                 has_said = True
                 logger.info("--checkpoint-dir %s: waiting for what the %s has left to end", self._directory, who)
@@ -260,6 +260,31 @@ def _warn(checkpoint_dir: str, why: OSError) -> None:
         checkpoint_dir,
         why.strerror or why,
     )
+
+
+def _user_of(file: _LockFile, holder: str, who: str) -> str:
+    """Who has it, and what to do about that."""
+    left = _left_behind(file.descriptor) if holder.isdigit() and not _is_running(holder) else []
+    if not left:
+        return f"the {who}: drain that one first (`elasticd drain`), or give this job a directory of its own"
+    pids = " ".join(map(str, left))
+    return (
+        f"what the {who}, which is gone, has left behind: end it (`kill -9 {pids}`) and start again; with the "
+        "RUNTIME_DIRECTORY of that agent a start does so itself"
+    )
+
+
+def _left_behind(descriptor: int) -> list[int]:
+    """Workers and wardens that hold the lock; who has the file open to wait for it is none of them."""
+    path, found = os.readlink(f"/proc/self/fd/{descriptor}"), []  # noqa: PTH115
+    for entry in os.listdir("/proc"):  # noqa: PTH208
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if not entry.isdigit() or not any(mark in Path(f"/proc/{entry}/environ").read_bytes() for mark in _MARKS):
+                continue
+            numbers = os.listdir(f"/proc/{entry}/fd")  # noqa: PTH208
+            if any(os.readlink(f"/proc/{entry}/fd/{number}") == path for number in numbers):  # noqa: PTH115
+                found.append(int(entry))
+    return sorted(found)
 
 
 def _is_running(pid: str) -> bool:

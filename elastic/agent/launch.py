@@ -92,12 +92,13 @@ def _prepare(
         instance = stack.enter_context(_instance())
         keep_open = stack.enter_context(_lock_checkpoints(config, instance, start))
         inheritance = sweep(Finder(config, pause=start.pause))
-        memory_dir, highest_kept = None, 0
+        memory, highest_kept = None, 0
         if config.memory_checkpoints:
-            memory_dir = stack.enter_context(memory_folder(inheritance=inheritance))
-        if memory_dir is not None:
-            note_owner(Path(memory_dir), config)
-            highest_kept = newest_round_in(Path(memory_dir), config.run_id)
+            memory = stack.enter_context(memory_folder(inheritance=inheritance))
+        if memory is not None:
+            keep_open = (*keep_open, memory.descriptor)
+            note_owner(memory.folder, config)
+            highest_kept = newest_round_in(memory.folder, config.run_id)
         checkpoints = f"--checkpoint-dir {config.checkpoint_dir}"
         highest = start.reach(checkpoints, lambda: highest_round(config.checkpoint_dir))
         logs_specs = start.reach(
@@ -119,7 +120,8 @@ def _prepare(
             folder=instance.folder,
             nonce=nonce,
             host=rendezvous.host,
-            memory_dir=memory_dir,
+            memory_dir=None if memory is None else str(memory.folder),
+            keep_open=keep_open,
         )
         measuring = Measuring(config=config, crew=crew, mailbox=mailbox, store=rendezvous.meter.totals)
         stack.enter_context(contextlib.closing(measuring))
@@ -134,7 +136,7 @@ def _prepare(
             measuring=measuring,
         )
         gpus = stack.enter_context(contextlib.closing(Gpus()))
-        shared = [instance.folder, *([Path(memory_dir)] if memory_dir is not None else [])]
+        shared = [instance.folder, *([memory.folder] if memory is not None else [])]
         metrics = Exposition(measuring.measure, [partial(_add_shared, shared), gpus.add_to])
         profiles = Profiles(crew=crew, mailbox=mailbox, log_dir=config.log_dir)
         site = Site(

@@ -1,7 +1,8 @@
 """The agent's folder in shared memory: what workers keep there outlives them, and goes with the agent.
 
-The folder is held by a lock, so that one whose agent was killed is recognised and freed by the next agent of this user,
-once a `Finder` has seen to what is in it. What cannot be saved the next agent of that job takes over as its own.
+The folder is held by a lock, which the workers and the warden inherit: one whose agent was killed is recognised and
+freed by the next agent of this user once they are dead too, and a `Finder` has seen to what is in it. What cannot be
+saved the next agent of that job takes over as its own.
 """
 
 from __future__ import annotations
@@ -41,20 +42,18 @@ class Finder(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Inheritance:
-    """The folder of an agent that is gone, locked by its descriptor, for the next one to take over."""
+class Held:
+    """A folder that is locked by its descriptor."""
 
     folder: Path
     descriptor: int
 
 
 @contextlib.contextmanager
-def memory_folder(
-    environ: Mapping[str, str] = os.environ, inheritance: Inheritance | None = None
-) -> Iterator[str | None]:
+def memory_folder(environ: Mapping[str, str] = os.environ, inheritance: Held | None = None) -> Iterator[Held | None]:
     """A folder of this agent alone, in memory; None, with a warning, where there can be none.
 
-    One that was taken over stays when its agent ends, until `free_memory`.
+    `inheritance`: of an agent that is gone, to go on with. It stays when this one ends, until `free_memory`.
     """
     place, prefix = _place(environ), _prefix()
     descriptor = inheritance.descriptor if inheritance is not None else -1
@@ -76,7 +75,7 @@ def memory_folder(
         yield None
         return
     try:
-        yield str(folder)
+        yield Held(folder, descriptor)
     finally:
         if not is_kept(folder):
             remove_tree(folder)
@@ -98,7 +97,7 @@ def free_memory(folder: Path) -> None:
         (folder / _KEPT).unlink()
 
 
-def sweep(finder: Finder, environ: Mapping[str, str] = os.environ) -> Inheritance | None:
+def sweep(finder: Finder, environ: Mapping[str, str] = os.environ) -> Held | None:
     """See to what agents of this user held that are gone, and free it. Returns what is to be taken over."""
     place, prefix, taken = _place(environ), _prefix(), None
     for folder in [*place.glob(f"{prefix}*"), *place.glob(f".{prefix}*")]:
@@ -110,7 +109,7 @@ def sweep(finder: Finder, environ: Mapping[str, str] = os.environ) -> Inheritanc
                         remove_tree(folder)
                         logger.info("freed what an agent that is gone had held in memory: %s", folder)
                     elif taken is None and finder.takes_over(folder):
-                        taken = Inheritance(folder, os.dup(descriptor))  # the same lock
+                        taken = Held(folder, os.dup(descriptor))  # the same lock
             finally:
                 os.close(descriptor)
     return taken

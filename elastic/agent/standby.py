@@ -1,8 +1,10 @@
 """The child's entry point: a process that waits for a start message and then becomes the worker.
 
-Run as a file, `python -u standby.py FD SCRIPT ARGS…`: messages come through descriptor FD, a line of JSON each; the
-rest is there for whoever looks for the job with `ps` or `pkill -f`. A cold start sends the start message at once. A
-standby is first told to warm up: it imports what nearly every worker does, says that it is ready, and waits.
+Run as a file, `python -u standby.py FD[,FD…] SCRIPT ARGS…`: messages come through the first descriptor, a line of JSON
+each. The others are locks, which hold for as long as the worker lives, whatever becomes of the agent; what it executes
+does not get them. The rest is there for whoever looks for the job with `ps` or `pkill -f`. A cold start sends the start
+message at once. A standby is first told to warm up: it imports what nearly every worker does, says that it is ready,
+and waits.
 
 It leaves the process as `python script.py` would: `__main__`, `sys.argv`, `sys.path`, `__file__`, `__spec__`; and a
 module beside the script (a user's own `elastic.py`, `checkpoints.py`, `yaml.py`) is what an import of that name finds,
@@ -321,8 +323,10 @@ def wait_warm(channel: Channel, message: dict[str, Any]) -> dict[str, Any] | Non
 def main() -> NoReturn:
     """Wait for the start message, warm if told to."""
     del sys.path[0]  # this file's folder, which is nothing the user's program should see
-    os.set_inheritable(int(sys.argv[1]), False)
-    channel = Channel(int(sys.argv[1]))
+    descriptors = [int(number) for number in sys.argv[1].split(",")]
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    channel = Channel(descriptors[0])
     message = channel.receive()
     if message is not None and "preload" in message:
         message = wait_warm(channel, message)

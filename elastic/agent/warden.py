@@ -11,7 +11,8 @@ Pipe closed without `bye`, or deadline over: SIGKILL to the groups, their descen
 the nonce in its environment, again and again until nothing is left. A deadline that passes does not end the warden: the
 agent may thaw, and finds its workers gone.
 
-The agent's job lock is inherited here, so that a new agent cannot start before the old one's workers are dead.
+The agent's job lock is inherited here, so that a new agent cannot start before the old one's workers are dead. That new
+agent ends a warden which stands still itself (`instance.kill_what_it_left`); it knows it by `MARK`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import sys
 import time
 from pathlib import Path
 
+MARK = "ELASTICD_WARDEN"  # in its environment, with the nonce
 _SWEEP_SECONDS = 10.0
 
 
@@ -36,7 +38,7 @@ class Warden:
             [sys.executable, "-I", "-S", str(Path(__file__).resolve()), nonce],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env={},
+            env={MARK: nonce},
             pass_fds=keep_open,
             start_new_session=True,  # a signal to the agent's terminal or group must not reach it
             bufsize=0,
@@ -95,7 +97,12 @@ def boottime() -> float:
 
 def ours(nonce: str, *more: str) -> set[int]:
     """Processes that carry the nonce, and these variables, in the environment they were started with."""
-    needles = [text.encode() for text in (f"ELASTICD_NONCE={nonce}", *more)]
+    return carriers(f"ELASTICD_NONCE={nonce}", *more)
+
+
+def carriers(*variables: str) -> set[int]:
+    """Processes with all of these in the environment they were started with."""
+    needles = [text.encode() for text in variables]
     found = set()
     for entry in os.listdir("/proc"):  # noqa: PTH208 - a path object per process would double the cost
         if entry.isdigit():

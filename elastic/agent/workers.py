@@ -108,6 +108,7 @@ class Worker:
                 env={**birth.environ, **environ},
                 stdout=streams[0],
                 stderr=streams[1],
+                pass_fds=birth.keep_open,
                 start_new_session=True,
             )
 

@@ -20,13 +20,14 @@ from tests.unit.settings import loaded
 
 
 def test_folder_is_closed_to_others_and_gone_afterwards(tmp_path: Path) -> None:
-    with memory_folder({PLACE_VARIABLE: str(tmp_path)}) as folder:
-        assert folder is not None
-        assert Path(folder).stat().st_mode & 0o777 == 0o700
-        (Path(folder) / "rank-0-slot-0").write_bytes(b"x")
+    with memory_folder({PLACE_VARIABLE: str(tmp_path)}) as held:
+        assert held is not None
+        assert held.folder.stat().st_mode & 0o777 == 0o700
+        (held.folder / "rank-0-slot-0").write_bytes(b"x")
         with memory_folder({PLACE_VARIABLE: str(tmp_path)}) as other:  # a live one is not touched
-            assert other != folder
-            assert (Path(folder) / "rank-0-slot-0").exists()
+            assert other is not None
+            assert other.folder != held.folder
+            assert (held.folder / "rank-0-slot-0").exists()
     assert not list(tmp_path.iterdir())
 
 
@@ -35,8 +36,9 @@ def killed_in(place: Path) -> Path:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        with memory_folder({PLACE_VARIABLE: str(place)}) as folder:
-            (Path(folder or "") / "rank-0-slot-0").write_bytes(b"x")
+        with memory_folder({PLACE_VARIABLE: str(place)}) as held:
+            assert held is not None
+            (held.folder / "rank-0-slot-0").write_bytes(b"x")
             os.write(writer, b"x")
             signal.pause()
     assert os.read(reader, 1)
@@ -52,10 +54,11 @@ def test_what_a_killed_agent_held_is_freed_by_the_next_one_and_nothing_else(tmp_
     stranger = tmp_path / "psm_other"
     stranger.mkdir()
     left = killed_in(tmp_path)
-    with memory_folder({PLACE_VARIABLE: str(tmp_path)}) as folder:
+    with memory_folder({PLACE_VARIABLE: str(tmp_path)}) as held:
         sweep(Finder(), {PLACE_VARIABLE: str(tmp_path)})
         assert not left.exists()
-        assert sorted(tmp_path.iterdir()) == sorted([Path(folder or ""), stranger])
+        assert held is not None
+        assert sorted(tmp_path.iterdir()) == sorted([held.folder, stranger])
 
 
 def test_what_cannot_be_saved_now_is_kept_until_it_can(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -131,10 +134,11 @@ def test_a_disk_that_is_too_slow_for_the_grace_costs_no_step(
     inheritance = sweep(Finder(ours), {PLACE_VARIABLE: str(tmp_path)})
     assert 1.0 <= time.monotonic() - began < 4.0, "the patience is this start's, not that of the dead one"
     assert inheritance is not None
-    with memory_folder({PLACE_VARIABLE: str(tmp_path)}, inheritance) as folder:
-        assert (Path(folder or "") / "rank-0-slot-0").exists()
+    with memory_folder({PLACE_VARIABLE: str(tmp_path)}, inheritance) as held:
+        assert held is not None
+        assert (held.folder / "rank-0-slot-0").exists()
         assert not left.exists()
-        free_memory(Path(folder or ""))
+        free_memory(held.folder)
     assert not list(tmp_path.glob("elasticd-*"))
     assert "this start goes on from it in memory" in caplog.text
 
@@ -255,11 +259,12 @@ def test_an_error_that_nobody_thought_of_frees_no_memory(
 
 
 def test_what_its_own_agent_could_not_save_outlives_it(tmp_path: Path) -> None:
-    with memory_folder({PLACE_VARIABLE: str(tmp_path)}) as folder:
-        keep_memory(Path(folder or ""))
-    assert Path(folder or "").exists()
+    with memory_folder({PLACE_VARIABLE: str(tmp_path)}) as held:
+        assert held is not None
+        keep_memory(held.folder)
+    assert held.folder.exists()
     sweep(Finder(), {PLACE_VARIABLE: str(tmp_path)})
-    assert not Path(folder or "").exists()
+    assert not held.folder.exists()
 
 
 def test_a_start_waits_for_who_saves_what_its_job_goes_on_from_and_for_nobody_else(
@@ -297,6 +302,6 @@ def test_a_start_waits_for_who_saves_what_its_job_goes_on_from_and_for_nobody_el
 
 
 def test_no_shared_memory_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with memory_folder({PLACE_VARIABLE: str(tmp_path / "missing")}) as folder:
-        assert folder is None
+    with memory_folder({PLACE_VARIABLE: str(tmp_path / "missing")}) as held:
+        assert held is None
     assert "checkpoints in memory are off" in caplog.text

@@ -11,15 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.job import running, wait_for, write
+from tests.support.job import running, wait_for, wardens, write
 
 TRAINER = str(Path(__file__).parents[1] / "support" / "trainer_script.py")
 QUICK = ("--http", "127.0.0.1:0", "--lease-ttl", "2", "--nproc-per-node", "2", "--shutdown-timeout", "1")
-
-
-def wardens(agent: int) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(agent), "-f", "warden.py"], capture_output=True, text=True, check=False)
-    return [int(pid) for pid in found.stdout.split()]
 
 
 ORPHANS = """
@@ -68,8 +63,15 @@ def test_what_killed_agents_leave_is_gone_before_the_next_one_trains(tmp_path: P
             with running(tmp_path, *args) as third:
                 third.wait_step(saved + 2)
                 assert not second.processes()
-                third.signal(signal.SIGTERM)
-                assert third.wait() == 143, third.output
+                (warden,) = wardens(third.process.pid)  # it stands still, and holds the checkpoints for the dead
+                os.kill(warden, signal.SIGSTOP)
+                third.signal(signal.SIGKILL)
+                with running(tmp_path, *args) as fourth:
+                    fourth.wait_step(saved + 2)
+                    assert not third.processes()
+                    assert f"the warden (pid {warden}) of the killed agent stands still: it is killed" in fourth.output
+                    fourth.signal(signal.SIGTERM)
+                    assert fourth.wait() == 143, fourth.output
 
 
 def test_a_frozen_agents_workers_are_gone_and_it_goes_on_after_the_thaw(tmp_path: Path) -> None:

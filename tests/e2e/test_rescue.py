@@ -17,7 +17,7 @@ import pytest
 
 from checkpoints.manifest import step_name
 from elastic.demo.ledger import audit, planned_steps, read_ledger
-from tests.support.job import Job, run_to_end, running, wait_for, write
+from tests.support.job import Job, run_to_end, running, wait_for, wardens, write
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SCRIPT = str(Path(__file__).parents[1] / "support" / "training_script.py")
@@ -104,6 +104,41 @@ def http_code(job: Job, path: str) -> int:
     (port,) = re.findall(r"status at http://127.0.0.1:(\d+)/", job.output)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
         return int(answer.status)
+
+
+def test_what_goes_on_without_agent_and_warden_is_in_nobodys_way_and_nobody_frees_its_memory(
+    tmp_path: Path, undisturbed: str
+) -> None:
+    """Both are killed at once. Directory and memory stay the workers' until a start comes that knows whose they are."""
+    slow = write(tmp_path, "slow", "")
+    with running(tmp_path, *arguments(tmp_path), standby=True) as job:
+        status = job.wait_status(lambda s: (s["checkpoint"]["memory_step"] or 0) >= 3 and s["workers"][0]["standby"])
+        os.kill(status["workers"][0]["pid"], signal.SIGSTOP)  # else it would train on, and soon to its end
+        (warden,) = wardens(job.process.pid)
+        os.kill(warden, signal.SIGSTOP)
+        job.signal(signal.SIGKILL)
+        os.kill(warden, signal.SIGKILL)
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        elsewhere = {"RUNTIME_DIRECTORY": str(tmp_path / "elsewhere")}
+        code, output = run_to_end(tmp_path, *arguments(tmp_path), environ=elsewhere)
+        assert code == 2, output
+        told = re.search(r"kept is in use by what the agent with pid \d+, which is gone, .*`kill -9 ([\d ]+)`", output)
+        assert told is not None, output
+        assert {int(pid) for pid in told[1].split()} <= job.processes()
+        (held,) = (tmp_path / "shm").iterdir()
+        write(tmp_path, "another.py", "")
+        assert run_to_end(tmp_path, *AGENT[:4], str(tmp_path / "another.py"), environ=elsewhere)[0] == 0
+        assert list(held.glob("rank-*-slot-*")), "another job leaves it alone as well"
+        assert status["workers"][0]["pid"] in job.processes()
+        slow.unlink()
+        code, output = run_to_end(tmp_path, *arguments(tmp_path), seconds=120)
+        assert code == 0, output
+        assert not job.processes()
+        saved = re.search(r"step (\d+), which memory alone held, is saved", output)
+        assert saved is not None, job.output + output
+    assert first_step(tmp_path, round_=2) == int(saved[1]) + 1
+    assert not list((tmp_path / "shm").iterdir())
+    assert (tmp_path / "digest").read_text() == undisturbed
 
 
 @contextlib.contextmanager

@@ -188,3 +188,9 @@ def write(folder: Path, name: str, text: str) -> Path:
     path = folder / name
     path.write_text(text)
     return path
+
+
+def wardens(agent: int) -> list[int]:
+    """Of the agent with that pid."""
+    found = subprocess.run(["pgrep", "-P", str(agent), "-f", "warden.py"], capture_output=True, text=True, check=False)
+    return [int(pid) for pid in found.stdout.split()]
