@@ -8,12 +8,13 @@ at the automatic interval and none.
 from __future__ import annotations
 
 import argparse
+import operator
 import shutil
 import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,11 +28,12 @@ from tests.support.ranks import run_ranks
 from tests.training.worlds import make_session
 
 GOALS = [
-    ("stall of keep", "stall", "copy into a warm buffer", "copy", 1.5),
-    ("call, all steady", "overlapped", "copy into a warm buffer", "copy", 1.5),
+    ("keep, beside training", "overlapped", "copy into a warm buffer", "copy", 1.5),  # as the Trainer does
+    ("keep, in one piece", "stall", "copy into a warm buffer", "copy", 1.5),
     ("restore from memory", "restore", "copy into fresh memory", "clone", 1.5),
 ]
 NEVER = 1 << 60
+SMALL_MEGABYTES, MORE = 100, 5  # of a state below that more repeats are made: each takes but a moment
 
 
 def small_state(megabytes: int) -> dict[str, Any]:
@@ -42,7 +44,7 @@ def small_state(megabytes: int) -> dict[str, Any]:
 
 def measure(rank: int, world_size: int, store: dist.Store, folder: Path, megabytes: int, repeats: int) -> Times:
     torch.manual_seed(0)
-    state = make_state(megabytes) if megabytes > 100 else small_state(megabytes)
+    state = make_state(megabytes) if megabytes > SMALL_MEGABYTES else small_state(megabytes)
     times: Times = {}
     tier = MemoryTier(folder, local_rank=rank, local_world_size=world_size)
     manager = CheckpointManager(None, rank=rank, world_size=world_size, store=store, memory=tier)
@@ -64,6 +66,21 @@ def measure(rank: int, world_size: int, store: dist.Store, folder: Path, megabyt
     return times
 
 
+class Spent(NamedTuple):
+    """Seconds by the clock, and of processor time of this process with all its threads."""
+
+    wall: float
+    processor: float
+
+    @classmethod
+    def so_far(cls) -> Spent:
+        return cls(time.perf_counter(), time.process_time())
+
+    def since(self, begin: Spent, steps: int) -> Spent:
+        """Per step."""
+        return Spent((self.wall - begin.wall) / steps, (self.processor - begin.processor) / steps)
+
+
 class Switching(Measured):
     """Memory checkpoints on in every other block of steps."""
 
@@ -71,20 +88,20 @@ class Switching(Measured):
         super().__init__(rank, steps)
         self.trainer: Trainer | None = None
         self.every: list[int] = []
-        self.seconds: dict[bool, list[float]] = {False: [], True: []}
-        self._on, self._at = True, time.perf_counter()
+        self.seconds: dict[bool, list[Spent]] = {False: [], True: []}
+        self._on, self._at = True, Spent.so_far()
 
     def on_step(self, step: AppliedStep) -> None:
         if step.step % self._steps:
             return
         assert self.trainer is not None
         policy = self.trainer._saver._memory_policy
-        self.seconds[self._on].append((time.perf_counter() - self._at) / self._steps)
+        self.seconds[self._on].append(Spent.so_far().since(self._at, self._steps))
         if self._on:
             self.every.append(policy.every)
         self._on = not self._on
         policy._every = None if self._on else NEVER
-        self._at = time.perf_counter()
+        self._at = Spent.so_far()
 
 
 def train(rank: int, world_size: int, store: Any, folder: str, blocks: int, steps: int) -> tuple[Any, list[int]]:
@@ -105,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[10, 1056], help="sizes of the whole state")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--blocks", type=int, default=10)
+    parser.add_argument("--blocks", type=int, default=20)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--shared-memory", default="/dev/shm")
     arguments = parser.parse_args()
@@ -114,7 +131,9 @@ def main() -> None:
         for megabytes in arguments.megabytes:
             folder = base / str(megabytes)
             times = run_ranks(
-                2, measure, folder, megabytes, arguments.repeats, process_group=True, timeout_seconds=600
+                *(2, measure, folder, megabytes, arguments.repeats * (MORE if megabytes <= SMALL_MEGABYTES else 1)),
+                process_group=True,
+                timeout_seconds=600,
             )[0]
             shutil.rmtree(folder)
             report(megabytes, times)
@@ -122,11 +141,16 @@ def main() -> None:
     finally:
         shutil.rmtree(base)
     pairs = list(zip(seconds[True][1:], seconds[False][1:], strict=False))
-    ratio = statistics.median(on / off for on, off in pairs)
-    print(
-        f"\n  step of the Trainer: {statistics.median(off for _, off in pairs):.4f} s without, ratio with {ratio:.3f}"
-    )
-    print(f"  (goal 1.01), state of 10 MB kept every {statistics.median(every):.0f} steps, as the measured cost allows")
+    print("\nstep of the Trainer, state of 10 MB in memory against without (goal 1.01)")
+    for name in Spent._fields:
+        with_it, without = ([getattr(spent, name) for spent in column] for column in zip(*pairs, strict=True))
+        ratio = statistics.median(map(operator.truediv, with_it, without))
+        spread = statistics.median(abs(value / statistics.median(without) - 1) for value in without)
+        print(
+            f"  {name:10} {statistics.median(without):.4f} s without, ratio {ratio:.3f}; "
+            f"blocks without differ by {100 * spread:.1f} % from each other"
+        )
+    print(f"  kept every {statistics.median(every):.0f} steps, as the measured cost allows")
 
 
 def report(megabytes: int, times: Times) -> None:
@@ -136,7 +160,7 @@ def report(megabytes: int, times: Times) -> None:
         print(f"  {name:16} {medians[name]:8.4f}   ({min(values[1:]):.4f} - {max(values[1:]):.4f})")
     for ours, ours_key, other, other_key, goal in GOALS:
         ratio = medians[ours_key] / medians[other_key]
-        print(f"  {ours:20} {other:26} {ratio:6.2f}  {goal:5.2f}  {'met' if ratio <= goal else 'missed'}")
+        print(f"  {ours:22} {other:26} {ratio:6.2f}  {goal:5.2f}  {'met' if ratio <= goal else 'missed'}")
 
 
 if __name__ == "__main__":
