@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from elastic.agent.warden import MARK
+from elastic.agent.leftovers import holders, is_being_killed
 from elastic.errors import UsageError
 from elastic.own_checkpoints import own_checkpoints
 from elastic.passing import is_away, is_full, lacks_room
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 15.0
 _PAUSE_SECONDS = 0.05
 _WORD_BYTES = 1024
-_MARKS = (b"ELASTICD_NONCE=", f"{MARK}=".encode())
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)  # what opening a link, a directory, a socket says
 
@@ -47,7 +46,7 @@ class JobLock:
 
         Raises:
             UsageError: another job has the directory, or may have it.
-            OSError: its file server is away.
+            OSError: its file server is away, or keeps killed workers from ending.
             whatever `pause` raises.
         """
         self._directory = checkpoint_dir
@@ -90,7 +89,8 @@ class JobLock:
             holder = file.read()
             who = holder if holder.startswith("job ") else f"agent with pid {holder or 'unknown'}"
             if _is_running(holder) or is_late:
-                raise UsageError(f"--checkpoint-dir {self._directory} is in use by {_user_of(file, holder, who)}")
+                has_gone = not holder.startswith("job ") and not _is_running(holder)
+                raise _in_use(self._directory, who, holders(file.descriptor) if has_gone else [])
             if not has_said:
                 has_said = True
                 logger.info("--checkpoint-dir %s: waiting for what the %s has left to end", self._directory, who)
@@ -262,29 +262,20 @@ def _warn(checkpoint_dir: str, why: OSError) -> None:
     )
 
 
-def _user_of(file: _LockFile, holder: str, who: str) -> str:
-    """Who has it, and what to do about that."""
-    left = _left_behind(file.descriptor) if holder.isdigit() and not _is_running(holder) else []
+def _in_use(directory: str, who: str, left: list[int]) -> Exception:
+    """Who has it, and what to do about that. `left`: of an agent that is gone."""
     if not left:
-        return f"the {who}: drain that one first (`elasticd drain`), or give this job a directory of its own"
+        return UsageError(
+            f"--checkpoint-dir {directory} is in use by the {who}: drain that one first (`elasticd drain`), or give "
+            "this job a directory of its own"
+        )
     pids = " ".join(map(str, left))
-    return (
-        f"what the {who}, which is gone, has left behind: end it (`kill -9 {pids}`) and start again; with the "
-        "RUNTIME_DIRECTORY of that agent a start does so itself"
+    if all(map(is_being_killed, left)):  # it ends as soon as its disk or its device answers
+        return OSError(errno.ETIMEDOUT, f"killed workers (pid {pids}) do not end, and hold it until they do")
+    return UsageError(
+        f"--checkpoint-dir {directory} is in use by what the {who}, which is gone, has left behind: end it "
+        f"(`kill -9 {pids}`) and start again; with the RUNTIME_DIRECTORY of that agent a start does so itself"
     )
-
-
-def _left_behind(descriptor: int) -> list[int]:
-    """Workers and wardens that hold the lock; who has the file open to wait for it is none of them."""
-    path, found = os.readlink(f"/proc/self/fd/{descriptor}"), []  # noqa: PTH115
-    for entry in os.listdir("/proc"):  # noqa: PTH208
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if not entry.isdigit() or not any(mark in Path(f"/proc/{entry}/environ").read_bytes() for mark in _MARKS):
-                continue
-            numbers = os.listdir(f"/proc/{entry}/fd")  # noqa: PTH208
-            if any(os.readlink(f"/proc/{entry}/fd/{number}") == path for number in numbers):  # noqa: PTH115
-                found.append(int(entry))
-    return sorted(found)
 
 
 def _is_running(pid: str) -> bool:

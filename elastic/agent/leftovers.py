@@ -10,9 +10,11 @@ import contextlib
 import os
 import signal
 import time
+from pathlib import Path
 
-from elastic.agent.warden import descendants, is_alive, ours
+from elastic.agent.warden import MARK, descendants, is_alive, ours
 
+_MARKS = (b"ELASTICD_NONCE=", f"{MARK}=".encode())
 _FIRST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.01
 
@@ -54,6 +56,28 @@ def below(spare: frozenset[int]) -> set[int]:
         found |= children
         queue += children
     return found
+
+
+def holders(descriptor: int) -> list[int]:
+    """Workers and wardens, of whatever agent, that hold this lock; who has the file open to wait for it does not."""
+    path, found = os.readlink(f"/proc/self/fd/{descriptor}"), []  # noqa: PTH115
+    for entry in os.listdir("/proc"):  # noqa: PTH208
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if not entry.isdigit() or not any(mark in Path(f"/proc/{entry}/environ").read_bytes() for mark in _MARKS):
+                continue
+            numbers = os.listdir(f"/proc/{entry}/fd")  # noqa: PTH208
+            if any(os.readlink(f"/proc/{entry}/fd/{number}") == path for number in numbers):  # noqa: PTH115
+                found.append(int(entry))
+    return sorted(found)
+
+
+def is_being_killed(pid: int) -> bool:
+    """Whether SIGKILL is on its way to a process that does not end: it sleeps in the kernel, and may for long."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(("SigPnd:", "ShdPnd:")) and int(line.split()[1], 16) >> (signal.SIGKILL - 1) & 1:
+                return True
+    return False
 
 
 def _children(pid: int) -> set[int]:

@@ -20,8 +20,10 @@ import pytest
 
 from elastic.agent import job_lock
 from elastic.agent.job_lock import JobLock
+from elastic.agent.leftovers import is_being_killed
 from elastic.config import load
 from elastic.errors import UsageError
+from elastic.passing import is_away
 
 NOBODY = 65534
 
@@ -59,6 +61,7 @@ import sys, time
 from pathlib import Path
 from elastic.agent import job_lock
 from elastic.errors import UsageError
+from elastic.passing import is_away
 job_lock._WAIT_SECONDS = 2.0
 time.sleep(max(0.0, float(sys.argv[3]) - time.time()))
 try:
@@ -299,3 +302,26 @@ def test_a_directory_that_cannot_be_made_is_named_at_the_start(tmp_path: Path) -
         UsageError, match="--checkpoint-dir /proc/nowhere/ckpt is not there and cannot be made: No such"
     ):
         JobLock("/proc/nowhere/ckpt", tmp_path, run_id=None)
+
+
+def test_what_an_agent_has_left_that_is_gone_is_named_and_one_that_is_about_to_end_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt, environ = str(tmp_path / "ckpt"), {**os.environ, "ELASTICD_NONCE": "of a dead agent"}
+    lock = JobLock(ckpt, tmp_path, run_id=None)
+    worker = subprocess.Popen(["sleep", "60"], pass_fds=lock.descriptors, env=environ)
+    try:
+        lock.close()
+        with pytest.raises(
+            UsageError, match=rf"ckpt is in use by what the agent .* left behind: .*`kill -9 {worker.pid}`"
+        ):
+            JobLock(ckpt, tmp_path, run_id=None)
+        assert not is_being_killed(worker.pid)
+        monkeypatch.setattr(job_lock, "is_being_killed", lambda pid: pid == worker.pid)
+        with pytest.raises(OSError, match=f"pid {worker.pid}. do not end") as told:  # as with a disk that hangs
+            JobLock(ckpt, tmp_path, run_id=None)
+        assert is_away(told.value), "which a start waits for"
+    finally:
+        worker.kill()
+        worker.wait()
+    JobLock(ckpt, tmp_path, run_id=None).close()
