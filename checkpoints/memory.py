@@ -98,7 +98,7 @@ class MemoryTier:
         self._lent: Slot | None = None
         self._newest: tuple[int, Slot, Copying] | None = None  # step kept last, until it is settled
         self._tables: tuple[str, str] = ("", "")  # digest and JSON of the newest plan
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-memory")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-memory", initializer=_give_way)
         self._beside: list[Future[None]] = []
         self.problem: str | None = None  # why nothing is kept
         self._retry_at = 0.0
@@ -300,6 +300,12 @@ class MemoryTier:
             words = f'{{"state": {snapshot.form.text}, "leaves": {leaves}, "tensors": {self._tables[1]}}}'
             return f"{json.dumps(fields)}\n{words}".encode()
         return json.dumps(fields).encode()
+
+
+def _give_way() -> None:
+    """This thread waits for its turn on a processor: who has just given it work would else be put aside for it."""
+    with contextlib.suppress(OSError, AttributeError):  # no Linux, or a container that forbids it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _bytes_below(folder: Path) -> int:

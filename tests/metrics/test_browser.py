@@ -37,6 +37,7 @@ for step in range(base + 1, 1000000):
     seconds = 0.02 + 0.002 * math.sin(step / 40)
     time.sleep(seconds)
     marks = {"first_step_at": time.monotonic()} if step == base + 1 else {}
+    marks["failed_saves"] = 2 * Path("disk-full").exists()
     if step % 3 == 0:
         marks["memory_step"], marks["memory_unix_time"] = step, time.time()
         kept.write_text(str(step))
@@ -103,6 +104,10 @@ def test_the_page_loads_without_a_complaint_and_its_curves_move(window: Browser,
     wait_for(lambda: points(window, "loss") > seen and curve(window, "loss") != before, what="the curve moves")
     assert "page-test" in window.run("return document.title")
     assert "1.3" in window.text("[data-rank='1']"), "the slow one is shown"
+    full = write(job.folder, "disk-full", "")
+    wait_for(lambda: "2 saves failed since: " in window.text("#checkpoints"), what="saves fail")
+    full.unlink()
+    wait_for(lambda: "failed" not in window.text("#checkpoints"), what="one has succeeded")
     assert window.console() == []
 
 
