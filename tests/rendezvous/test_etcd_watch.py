@@ -66,10 +66,13 @@ class Connection:
         self.streams.append(Stream())
         return self.streams[-1]
 
-    def asked(self, count: int) -> Stream:
-        """The stream of that number, once it has been asked for something."""
-        wait_for(lambda: len(self.streams) >= count and self.streams[count - 1].requests, what=f"stream {count}")
-        return self.streams[count - 1]
+    def asked(self, number: int, *, times: int = 1) -> Stream:
+        """The stream of that number, once it has been asked for so much."""
+        wait_for(
+            lambda: len(self.streams) >= number and len(self.streams[number - 1].requests) >= times,
+            what=f"stream {number} is asked for {times}",
+        )
+        return self.streams[number - 1]
 
 
 class Heard:
@@ -157,7 +160,7 @@ def test_a_stream_that_ends_takes_all_of_them_to_the_next_one(connection: Connec
     stream.say(change(0, 6, 7), Batch(watch_id=1, revision=7))
     wait_for(lambda: first.revisions)
     stream.say(Batch(watch_id=1, cancelled="no leader"))
-    assert connection.asked(2).requests == [("a", False, 8), ("b", False, 8)]
+    assert connection.asked(2, times=2).requests == [("a", False, 8), ("b", False, 8)]
     assert (first.gaps, second.gaps, [str(exc) for exc in connection.retired]) == (
         *(0, 0),
         ["the watch of b was cancelled: no leader"],
@@ -171,7 +174,7 @@ def test_compacted_history_is_a_gap_for_those_alone_that_have_not_seen_it(
     watch(watches, behind, "a", after=4)
     watch(watches, ahead, "b", after=20)
     connection.asked(1).say(Batch(watch_id=0, created=True, revision=30), Batch(watch_id=0, compacted=10))
-    assert connection.asked(2).requests == [("a", False, 11), ("b", False, 21)]
+    assert connection.asked(2, times=2).requests == [("a", False, 11), ("b", False, 21)]
     assert (behind.gaps, ahead.gaps, connection.retired) == (1, 0, [])
 
 
@@ -183,7 +186,7 @@ def test_a_store_that_has_gone_back_is_a_gap_for_all_that_were_further(
     watch(watches, ahead, "b", after=20)
     stream = connection.asked(1)
     stream.say(Batch(watch_id=0, created=True, revision=10), Batch(watch_id=1, created=True, revision=10))
-    assert connection.asked(2).requests == [("a", False, 5), ("b", False, 11)]
+    assert connection.asked(2, times=2).requests == [("a", False, 5), ("b", False, 11)]
     assert (behind.gaps, ahead.gaps) == (0, 1)
 
 
@@ -195,7 +198,7 @@ def test_a_server_that_confirms_nothing_is_left(connection: Connection) -> None:
         stream.say(Batch(watch_id=0, created=True, revision=4))
         wait_for(lambda: watches._is_confirmed)
         watch(watches, heard, "b", after=6)  # at this one it freezes
-        assert connection.asked(2).requests == [("a", False, 5), ("b", False, 7)]
+        assert connection.asked(2, times=2).requests == [("a", False, 5), ("b", False, 7)]
         assert len(connection.retired) == 1
 
 
