@@ -76,8 +76,8 @@ class Pace:
         session = self._session
         own, has_changed = session.rank, slow ^ self._slow
         told = {rank: f"rank {rank}" for rank in has_changed if own == 0}
-        if own in has_changed and session.memory_rank != own:
-            told[own] = f"rank {own} on {session.node_id or 'this node'}"
+        if own in has_changed and session.node_id and session.memory_rank != own:
+            told[own] = f"rank {own} on {session.node_id}"
         where = f"run={session.run_id} round={session.round} step={step}"
         for rank, who in sorted(told.items()):
             if rank not in slow:
